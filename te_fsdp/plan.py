@@ -103,13 +103,13 @@ class ModelPlan:
     def settings(self) -> str:
         """Return all decisions except parameter storage as a string, which checks compare over ranks."""
         request = self.request
-        units = ", ".join(f"{name or 'root'}={row}" for name, row in self.units.items())
+        units = ", ".join(f"{name or 'root'}: {row}" for name, row in self.units.items())
         # without numbers, because ranks may have different numbers of experts
         replicated = ", ".join(dict.fromkeys(i.plan.label.rstrip("0123456789") for i in self.replicated))
         transport = f"{request.transport}; zero_copy_gradients={request.zero_copy_gradients}"
         return (
-            f"units {units}; outer_strategy={request.outer_strategy}; average_gradients={request.average_gradients}; "
-            f"{request.precision or self.mp_policy}; transport={transport}; not sharded: {replicated or 'none'}"
+            f"units={units}; outer_strategy={request.outer_strategy}; average_gradients={request.average_gradients}; "
+            f"precision={request.precision or self.mp_policy}; transport={transport}; unsharded={replicated or 'none'}"
         )
 
 

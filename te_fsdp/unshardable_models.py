@@ -43,6 +43,13 @@ def check_order(model: nn.Module) -> None:
                 fix="call te_fsdp.fully_shard once, and not torch's fully_shard before it",
             )
     for name, parameter in model.named_parameters():
+        if parameter.is_inference():
+            raise OrderError(
+                f"{name}: fully_shard of a parameter that was created under torch.inference_mode",
+                expected="a model that is built outside of inference mode",
+                why="torch does not count writes to inference tensors",
+                fix="build the model outside, and run it under torch.inference_mode or torch.no_grad()",
+            )
         # FSDP2 does not detect models without FSDP2 units, and modules inside of a sharded one.
         state = sharded_model_of(parameter)
         if state is not None:

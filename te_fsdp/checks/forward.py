@@ -23,7 +23,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from te_fsdp.collectives.agreement import are_equal, digest, gather_by_rank, raised_on_all_ranks
+from te_fsdp.collectives.agreement import (
+    are_equal,
+    digest,
+    format_differences,
+    gather_by_rank,
+    raised_on_all_ranks,
+)
 from te_fsdp.collectives.rendezvous import collective_call, format_ranks, is_capturing, is_simulated
 from te_fsdp.errors import (
     CollectiveError,
@@ -332,7 +338,8 @@ def _compare(
     first = compared.trained is None
     mine, flags = _format_recipe(*under), {}
     if trained is not None:
-        flags = {label: flag for (label, _, _), flag in zip(compared.places, trained, strict=True)}
+        for (label, table, name), flag in zip(compared.places, trained, strict=True):
+            flags[label] = f"{'trained' if flag else 'frozen'} in {table[name].dtype}"
     # Each rank of ep has different experts, perhaps more of them.
     by_name = sorted({(n.rstrip("0123456789") if state.is_expert(n) else n, f) for n, f in flags.items()})
     with forward_rendezvous(
@@ -405,20 +412,14 @@ def _format_recipe(recipe: Any, dtype: torch.dtype | None) -> str:
     return _te.format_recipe(recipe) + ("" if dtype is None else f", torch.autocast({dtype})")
 
 
-def _different_parameters_error(where: str, mine: dict[str, bool], mesh: DeviceMesh) -> MeshError:
+def _different_parameters_error(where: str, mine: dict[str, str], mesh: DeviceMesh) -> MeshError:
     """Return the error that names the parameters. Collective over ``mesh``."""
     # Only after a difference was found, because the names of all parameters are a large message.
-    by_rank = gather_by_rank(mine, mesh)
-    lines = []
-    for name in dict.fromkeys(name for names in by_rank.values() for name in names):
-        flags = [(rank, names.get(name)) for rank, names in sorted(by_rank.items())]
-        trained, frozen = ([rank for rank, flag in flags if flag is expected] for expected in (True, False))
-        if trained and frozen:
-            lines.append(f"{name} trained on {format_ranks(trained)}, frozen on {format_ranks(frozen)}")
+    lines = [line for line in format_differences(mine, mesh) if "missing on" not in line]
     return MeshError(
         f"{where}: different parameters are trained on some ranks",
-        expected="the same requires_grad on all ranks of the model",
-        got=shorten(lines, 3, "; ") or f"{sum(mine.values())} trained parameters here",
-        why="Their gradients are reduced together: each rank would wait for others",
-        fix="call requires_grad_() on all ranks in the same way, not under `if rank == 0`",
+        expected="the same requires_grad and dtypes on all ranks of the model",
+        got=shorten(lines, 3, "; ") or f"{len(mine)} parameters here",
+        why="They are all-gathered, and their gradients reduced, together: each rank would wait for others",
+        fix="call requires_grad_(), and to() or half(), on all ranks in the same way, not under `if rank == 0`",
     )

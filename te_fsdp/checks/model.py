@@ -23,10 +23,11 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp.checks.backward import refuse_second_derivatives
 from te_fsdp.checks.weights import find_equal_shards, has_device_parameters, refuse_equal_shards
-from te_fsdp.collectives.agreement import are_equal, digest, maximum, raised_on_all_ranks
+from te_fsdp.collectives.agreement import are_equal, digest, format_differences, maximum, raised_on_all_ranks
 from te_fsdp.errors import InitError, MeshError, OrderError, shorten
 from te_fsdp.initialize import check_initialized
 from te_fsdp.mesh import Meshes
+from te_fsdp.modules.semantics import SETTINGS, Setting, semantics_of
 from te_fsdp.plan import ModelPlan
 from te_fsdp.records import ParameterPlan, ParamOwner, binding_of, get_record, iter_param_owners
 from te_fsdp.replicated_params import ReplicatedParameter, removal_error
@@ -48,44 +49,59 @@ from te_fsdp.upstream.torch_functions import before_graphed_callables, before_re
 
 
 def compare_models(plan: ModelPlan) -> None:
-    """Raise on all ranks unless all have built the same model: names, tp-local shapes, dtypes, devices.
+    """Raise on all ranks unless all have built the same model: names, tp-local shapes, dtypes, devices, settings.
 
-    Expert modules are compared over the ranks that have the same experts. Collective over the world: three
-    max all-reduces of a few integers per axis.
+    Expert modules are compared over the ranks that have the same experts. Settings are those whose differences a
+    checkpoint refuses, of modules that all ranks have. Collective over the world: three max all-reduces of a few
+    integers per axis, and gathers of the descriptions if they differ.
     """
     # Ranks with different models, or with different units, would wait for each other in collectives that
     # never match.
-    model, meshes, settings = plan.model, plan.meshes, plan.settings()
-    described: dict[bool, list[tuple[object, ...]]] = {False: [], True: []}
+    model, meshes, world, arguments = plan.model, plan.meshes, plan.meshes.device_mesh, plan.settings()
+    described: dict[bool, dict[str, str]] = {False: {}, True: {}}
     for label, module, name, p in iter_param_owners(model):
-        about = (label, tuple(p.shape), str(p.dtype), p.requires_grad, p.is_meta)
+        row = plan.parameters[id(module), name]
+        kind = f"{tuple(p.shape)} in {p.dtype}{'' if p.requires_grad else ', frozen'}{', on meta' if p.is_meta else ''}"
+        if (quantizer := _te.weight_quantizer(module, name)) is not None:
+            kind += f", for {type(quantizer).__name__}"
+        rule = row.rule if meshes.tp_or_none is not None else None
+        if rule is not None and (rule.partial_grad or rule.shard_dim is not None):
+            kind += f", {'a sum' if rule.partial_grad else f'Shard({rule.shard_dim})'} over tp"
         # A DTensor's shape is that of all experts, the same on all ranks.
-        is_local = plan.parameters[id(module), name].experts and not isinstance(p, DTensor)
-        described[is_local].append(about)
-    dense, of_experts = digest(repr(described[False])), digest(repr(described[True]))
-    same = are_equal([dense, digest(settings)], meshes.device_mesh, device=meshes.device)
+        described[row.experts and not isinstance(p, DTensor)][label] = kind
+    settings = {
+        f"{name or type(model).__name__}: {setting}": str(value)
+        for name, module in semantics_of(model).items()
+        for setting, value in [("class", module.kind), *module.settings.items()]
+        if SETTINGS.get(setting, Setting("error")).effect == "error"
+    }
+    rows = [repr(described[False]), arguments, repr(settings)]
+    same = are_equal(list(map(digest, rows)), world, device=meshes.device)
     # Experts differ over ep, so each is compared over the axes that replicate it.
-    mesh = meshes.expert_mesh or meshes.device_mesh
-    same_experts = are_equal([of_experts], mesh, device=meshes.device, leave_out=("ep",))
+    mesh = meshes.expert_mesh or world
+    of_experts = [digest(repr(described[True]))]
+    same_experts = are_equal(of_experts, mesh, device=meshes.device, leave_out=("ep",))
     differs = (~torch.cat([same, same_experts])).long()
     # So that all ranks raise if the ranks of one expert detect a difference.
-    maximum(differs, meshes.device_mesh)
-    models, others, experts_of_one = differs.tolist()
-    if others and not (models or experts_of_one):
+    maximum(differs, world)
+    models, others, options, experts_of_one = differs.tolist()
+    found = format_differences(described[False] if models else settings, world) if models or options else []
+    # A module without parameters may exist on one rank only, for example to log.
+    if models or experts_of_one or any("missing on" not in line for line in found):
+        shown = found if models else [line for line in found if "missing on" not in line]
+        raise MeshError(
+            f"{type(model).__name__}: the ranks of the mesh have different models",
+            expected="the same names, shapes, dtypes, devices and settings on all ranks",
+            got=shorten(shown, 3, "; ") or f"here {described[True]}"[:1000],
+            fix="build the model from the same configuration on all ranks",
+        )
+    if others:
+        by_name = dict(part.partition("=")[::2] for part in arguments.split("; "))
         raise MeshError(
             "fully_shard: the ranks of the mesh were given different arguments",
             expected="the same units, strategies and dtypes on all ranks",
-            got=f"here {settings[:1000]}",
+            got=shorten(format_differences(by_name, world), 3, "; "),
             fix="call it with the same arguments on all ranks",
-        )
-    if models or experts_of_one:
-        count = sum(map(len, described.values()))
-        first = next((f"{about[0]} {about[1]}" for about in described[False]), None)
-        raise MeshError(
-            f"{type(model).__name__}: the ranks of the mesh have different models",
-            expected="the same names, shapes, dtypes and devices on all ranks",
-            got=f"here {count} parameters, the first {first}",
-            fix="build the model from the same configuration on all ranks",
         )
 
 

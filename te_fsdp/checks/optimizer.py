@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from te_fsdp.checks.model import not_in_the_model, refuse_changed_parameters
 from te_fsdp.checks.weights import compare_copies, refuse_equal_parts
 from te_fsdp.collectives.agreement import are_equal, digest, gather_by_rank, raised_on_all_ranks
-from te_fsdp.collectives.rendezvous import is_capturing, is_simulated
+from te_fsdp.collectives.rendezvous import collective_call, is_capturing, is_simulated
 from te_fsdp.errors import CheckpointError, MeshError, OrderError, shorten
 from te_fsdp.features.hfsdp.gradients import refuse_unaveraged
 from te_fsdp.features.main_params import MAIN, main_parameters_of
@@ -197,7 +197,8 @@ def check_first_step(step: Step) -> None:
         # The checks read values on the host, which a capture forbids. An eager step checks them.
         if is_capturing():
             return
-        with raised_on_all_ranks(state.meshes.device_mesh, step.where):
+        mesh = state.meshes.device_mesh
+        with collective_call("first step of an optimizer", mesh), raised_on_all_ranks(mesh, step.where):
             refuse_changed_parameters(state)
             needed = _states_of(step.optimizer)
             for parameter in parameters if needed else ():

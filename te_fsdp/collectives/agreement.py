@@ -4,8 +4,7 @@
     :func:`all_agree`            all raise the same error, or each rank gets its own result
     :func:`from_rank_0`          rank 0 runs the function; all get its result or raise its error
     :meth:`RankMessenger.round`  all send to rank 0, which replies to each, in any thread
-    :func:`maximum`, :func:`on_any_rank`, :func:`are_equal`, :func:`gather`, :func:`gather_if_any`
-                                 numbers and small objects, the same on all ranks afterwards
+    :func:`maximum`, :func:`are_equal`, :func:`gather` and similar: numbers and small objects, then equal on all ranks
 
 Without an error, each rank receives a few numbers, independent of the number of ranks. Objects are gathered only
 over few ranks, or when a rank has an error.
@@ -83,6 +82,18 @@ def gather_by_rank(value: T, mesh: DeviceMesh) -> dict[int, T]:
         parts = gather(values, mesh.get_group(axis))
         values = {key: of_rank for part in parts for key, of_rank in part.items()}
     return values
+
+
+def format_differences(rows: dict[str, str], mesh: DeviceMesh) -> list[str]:
+    """Return texts that name the rows that differ between ranks. Collective over ``mesh``."""
+    by_rank, lines = sorted(gather_by_rank(rows, mesh).items()), []
+    for name in dict.fromkeys(name for _, of_rank in by_rank for name in of_rank):
+        ranks: dict[str, list[int]] = {}
+        for rank, of_rank in by_rank:
+            ranks.setdefault(of_rank.get(name, "missing"), []).append(rank)
+        texts = [f"{text} on {rendezvous.format_ranks(on)}" for text, on in ranks.items()]
+        lines += [f"{name} {' and '.join(texts)}"] if len(texts) > 1 else []
+    return lines
 
 
 def gather_if_any(value: T) -> list[T]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.collectives.agreement import raised_on_all_ranks
-from te_fsdp.collectives.rendezvous import is_capturing
+from te_fsdp.collectives.rendezvous import collective_call, is_capturing
 from te_fsdp.errors import OrderError, PlacementError, PrecisionError, require_flags, require_number
 from te_fsdp.features.hfsdp.gradients import averages_of
 from te_fsdp.gradient_sync import require_reduced
@@ -253,7 +254,10 @@ def _parameters(
     # Later calls share wrong arguments in the norm's collectives.
     wrong, later = None, [s for s in states.values() if s.checked.clipping[0]]
     new = [s for s in states.values() if s.checks.clipping and not (s.checked.clipping[0] or is_capturing())]
-    with raised_on_all_ranks(new[0].meshes.device_mesh if new else None, "clip_grad_norm_"):
+    mesh = new[0].meshes.device_mesh if new else None
+    # Without the rendezvous the collectives of a rank that clips alone would join those of the others' steps.
+    waiting = collective_call("clip_grad_norm_", mesh) if new else nullcontext()
+    with waiting, raised_on_all_ranks(mesh, "clip_grad_norm_"):
         fix = "max_norm=1.0; math.inf clips nothing"
         try:
             require_number("clip_grad_norm_", "max_norm", max_norm, least=0, fix=fix)

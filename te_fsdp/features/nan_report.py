@@ -19,6 +19,7 @@ from torch import nn
 
 from te_fsdp.collectives.agreement import gather, maximum
 from te_fsdp.collectives.redistribute import GradComm
+from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.component import Component
 from te_fsdp.errors import GradientError, OrderError, PlacementError, message, shorten
 from te_fsdp.features.replicated_gradients import ReplicatedGradients
@@ -35,7 +36,7 @@ MOST = 8
 
 
 def report_nan(model: nn.Module, *, action: str = "raise") -> NanReport:
-    """Start to watch the gradients of a sharded model for NaN and infinity.
+    """Start to watch the gradients of a sharded model for NaN and infinity. Collective over the model's ranks.
 
     Every optimizer step, and every norm of :func:`te_fsdp.clip_grad_norm_`, first checks whether any rank has seen one
     since the previous step. Costs one pass over each gradient buffer on the device, a few kernels per unit and
@@ -50,6 +51,7 @@ def report_nan(model: nn.Module, *, action: str = "raise") -> NanReport:
         The report, with ``check()`` for loops that do not step an optimizer of torch, and ``remove()``.
 
     Raises:
+        CollectiveError: Some ranks do not call it.
         OrderError: The model is not sharded, or has a report already.
         PlacementError: The action is unknown.
     """
@@ -68,7 +70,9 @@ def report_nan(model: nn.Module, *, action: str = "raise") -> NanReport:
             got="a model that is not sharded" if state is None else "a model that has a report",
             fix="call te_fsdp.fully_shard first, and remove() on an earlier report",
         )
-    return NanReport(state, action)
+    # Its checks are collective, so a report of some ranks only would wait in the first step.
+    with collective_call("report_nan", state.meshes.device_mesh):
+        return NanReport(state, action)
 
 
 # [Note: when the device is read] Nothing waits for the device until the step, or until a norm is computed for

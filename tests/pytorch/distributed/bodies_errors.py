@@ -60,6 +60,45 @@ def model_differs_between_ranks() -> None:
     te_fsdp.fully_shard(Block(nn.Linear(width, 8, device="meta"), "meta"), meshes)
 
 
+def settings_differ_between_ranks() -> None:
+    """Use a different epsilon and activation on one rank; a module without parameters exists there only."""
+    import transformer_engine.pytorch as te
+
+    import te_fsdp
+
+    meshes, is_first = _meshes(), torch.distributed.get_rank() == 0
+    layer = te.LayerNormMLP(8, 16, device="meta", eps=1e-5 if is_first else 1e-3)
+    activations = [nn.ReLU()] if is_first else [nn.GELU(), nn.Upsample()]
+    te_fsdp.fully_shard(nn.Sequential(layer, *activations), meshes)
+
+
+def sequence_parallelism_differs_between_ranks() -> None:
+    import transformer_engine.pytorch as te
+
+    import te_fsdp
+
+    meshes = _meshes(tp=2)
+    options = {
+        "sequence_parallel": torch.distributed.get_rank() == 1,
+        "set_parallel_mode": True,
+        "device": "meta",
+    }
+    te_fsdp.fully_shard(te.LayerNormMLP(8, 16, **options, **meshes.te_kwargs()), meshes)
+
+
+def module_on_one_rank() -> bool:
+    """Shard a model with a module without parameters that exists on one rank only; return whether it trains."""
+    import te_fsdp
+
+    meshes = _meshes()
+    model = nn.Sequential(nn.Linear(8, 8, device="meta"), nn.ReLU())
+    if torch.distributed.get_rank() == 1:
+        model.add_module("log", nn.Identity())
+    te_fsdp.materialize(te_fsdp.fully_shard(model, meshes), seed=0)
+    model(torch.ones(2, 8, device=meshes.device)).sum().backward()
+    return all(bool(p.grad.full_tensor().abs().sum()) for p in model.parameters())
+
+
 def one_rank_fails() -> None:
     """Use a unit name that exists on all ranks but one."""
     import te_fsdp

@@ -11,7 +11,7 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
-from bodies_mistakes import Model, all_mistakes, draw_batch, make_meshes, make_sharded
+from bodies_mistakes import Model, all_mistakes, draw_batch, make_meshes, make_sgd, make_sharded
 from torch import nn
 
 
@@ -127,6 +127,41 @@ def memory_not_initialized_on_one_rank() -> None:
     _train(model)
 
 
+def conversion_on_one_rank() -> None:
+    model = make_sharded()
+    _train(model.half() if dist.get_rank() == 1 else model)
+
+
+def clipping_on_one_rank() -> None:
+    import te_fsdp
+
+    model = make_sharded()
+    optimizer = make_sgd(model)
+    _train(model)
+    if dist.get_rank() == 1:
+        te_fsdp.clip_grad_norm_(model, 1.0)
+    optimizer.step()
+
+
+def report_on_one_rank() -> None:
+    import te_fsdp
+
+    model = make_sharded()
+    if dist.get_rank() == 1:
+        te_fsdp.report_nan(model)
+    _train(model)
+
+
+def quantized_weights_by_rank() -> None:
+    """Build quantized weights with delayed scaling on one rank, with current scaling on the other."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+
+    with te.quantized_model_init(recipe=Float8CurrentScaling() if dist.get_rank() else DelayedScaling()):
+        model = Model(make_meshes())
+    make_sharded(model=model)
+
+
 MISTAKES: list[Callable[..., None]] = [
     recipe_on_some_tp_ranks,
     different_recipe_options,
@@ -140,6 +175,10 @@ MISTAKES: list[Callable[..., None]] = [
     a_weight_assigned_on_one_rank,
     a_bias_deleted_on_one_rank,
     memory_not_initialized_on_one_rank,
+    conversion_on_one_rank,
+    clipping_on_one_rank,
+    report_on_one_rank,
+    quantized_weights_by_rank,
 ]
 
 

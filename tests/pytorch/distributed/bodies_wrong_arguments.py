@@ -138,6 +138,11 @@ def pruning_on_meta() -> None:
     te_fsdp.materialize(te_fsdp.fully_shard(model, make_meshes()), seed=0)
 
 
+def a_model_built_in_inference_mode() -> None:
+    with torch.inference_mode():
+        make_sharded()
+
+
 def weight_norm_over_tp() -> None:
     import te_fsdp
 
@@ -167,6 +172,7 @@ MISTAKES: list[Callable[..., None]] = [
     weight_norm_by_hooks,
     pruning_on_meta,
     weight_norm_over_tp,
+    a_model_built_in_inference_mode,
 ]
 
 

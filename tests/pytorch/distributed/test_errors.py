@@ -28,7 +28,28 @@ CASES = [
         "MeshError",
         ["axis 'data' of size 2", "'dp_replicate', 'dp_shard', 'cp', 'ep', 'tp'", "Fix:"],
     ),
-    (bodies.model_differs_between_ranks, "MeshError", ["Block", "different models", "Fix:"]),
+    (
+        bodies.model_differs_between_ranks,
+        "MeshError",
+        ["Block", "different models", "got own.weight (8, 8) in torch.float32, on meta on rank 0", "Fix:"],
+    ),
+    (
+        bodies.settings_differ_between_ranks,
+        "MeshError",
+        [
+            "different models",
+            "got 0: eps 1e-05 on rank 0 and 0.001 on rank 1; 1: class ReLU on rank 0 and GELU on",
+        ],
+    ),
+    (
+        bodies.sequence_parallelism_differs_between_ranks,
+        "MeshError",
+        [
+            "different models",
+            "got layer_norm_weight (8,) in torch.float32, on meta on rank 0",
+            "a sum over tp",
+        ],
+    ),
     (bodies.never_initialised, "InitError", ["own.scale", "own.table", "reset_parameters", "Fix:"]),
     (
         bodies.reset_leaves_bias_uninitialized,
@@ -92,6 +113,11 @@ def test_errors_on_all_ranks(pool, body, error, words):
         assert raised.type_name == error, raised
         missing = [word for word in words if word not in raised.message]
         assert not missing, f"{missing} not in: {raised.message}"
+
+
+@pytest.mark.ranks(2)
+def test_module_without_parameters_on_one_rank_trains(pool):
+    assert pool.run(bodies.module_on_one_rank, 2) == [True, True]
 
 
 def bodies_support() -> bool:

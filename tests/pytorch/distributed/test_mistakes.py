@@ -170,6 +170,10 @@ ARGUMENTS = {
     ),
     "weight_norm_by_hooks": ("InitError", "materialize: head (WeightNorm): a parametrization on meta"),
     "pruning_on_meta": ("InitError", "materialize: head (L1Unstructured): a parametrization on meta"),
+    "a_model_built_in_inference_mode": (
+        "OrderError",
+        "inp.weight: fully_shard of a parameter that was created under torch.inference_mode",
+    ),
     "weight_norm_over_tp": (
         "PlacementError",
         "layer: a parametrization of fc1_weight with tensor parallelism",
@@ -208,13 +212,12 @@ RANKS = {
     ),
     "frozen_on_one_rank": (
         "MeshError",
-        "different parameters are trained on some ranks: expected the same requires_grad on all ranks of the "
-        "model, got "
-        "head.weight trained on rank 1, frozen on rank 0",
+        "different parameters are trained on some ranks: expected the same requires_grad and dtypes on all ranks "
+        "of the model, got head.weight frozen in torch.float32 on rank 0 and trained in torch.float32 on rank 1",
     ),
     "different_parameters_frozen_on_each_rank": (
         "MeshError",
-        "got inp.weight trained on rank 1, frozen on rank 0; head.weight trained on rank 0, frozen on rank 1",
+        "got inp.weight frozen in torch.float32 on rank 0 and trained in torch.float32 on rank 1; head.weight trained",
     ),
     "evaluation_on_some_tp_ranks": (
         "CollectiveError",
@@ -227,6 +230,22 @@ RANKS = {
     ),
     "a_bias_deleted_on_one_rank": ("OrderError", "head.bias: removed after fully_shard"),
     "memory_not_initialized_on_one_rank": ("InitError", "not initialized"),
+    "conversion_on_one_rank": (
+        "MeshError",
+        "got inp.weight trained in torch.float32 on rank 0 and trained in torch.float16 on rank 1",
+    ),
+    "clipping_on_one_rank": (
+        "CollectiveError",
+        "got rank 0 in te_fsdp.first step of an optimizer; rank 1 in te_fsdp.clip_grad_norm_",
+    ),
+    "report_on_one_rank": (
+        "CollectiveError",
+        "got rank 0 in te_fsdp.first forward in training; rank 1 in te_fsdp.report_nan",
+    ),
+    "quantized_weights_by_rank": (
+        "MeshError",
+        "for Float8Quantizer on rank 0 and (32, 16) in torch.float32, on meta, for Float8CurrentScalingQuantizer on",
+    ),
 }
 
 

@@ -77,3 +77,4 @@ def test_negative_control_lost_gradients(pool):
 def test_different_settings_on_ranks_raise(pool):
     for error in pool.run_expect_error(zero_copy.error_of_different_settings, 2):
         assert error.type_name == "MeshError" and "were given different arguments" in error.message
+        assert "got zero_copy_gradients" in error.message and "False on rank 1" in error.message, error
