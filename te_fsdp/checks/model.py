@@ -96,7 +96,7 @@ def compare_models(plan: ModelPlan) -> None:
             fix="build the model from the same configuration on all ranks",
         )
     if others:
-        by_name = dict(part.partition("=")[::2] for part in arguments.split("; "))
+        by_name = {name: text for name, _, text in (part.partition("=") for part in arguments.split("; "))}
         raise MeshError(
             "fully_shard: the ranks of the mesh were given different arguments",
             expected="the same units, strategies and dtypes on all ranks",
