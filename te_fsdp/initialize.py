@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from te_fsdp.errors import InitError, OrderError
+from te_fsdp.errors import InitError, OrderError, shorten
 from te_fsdp.inline_init import count_rewrites
 from te_fsdp.layout import expert_index
 from te_fsdp.mesh import default_device_type, device_of
@@ -43,6 +44,46 @@ def check_initialized(parameters: Iterable[tuple[str, torch.Tensor | None]], pre
             expected="parameters with values, on the device",
             got=f"{len(meta)} parameter(s) on meta",
             fix="call te_fsdp.materialize(model) after te_fsdp.fully_shard, or load a checkpoint after it",
+        )
+
+
+def fill_with_nan(fn: Any, tensors: Iterable[torch.Tensor | None]) -> bool:
+    """Fill the memory that ``to_empty`` has allocated with NaN, which any loss shows. Return whether it has.
+
+    ``fn`` is the function that ``Module._apply`` has applied to the tensors. Local operation.
+    """
+    if "to_empty" not in getattr(fn, "__qualname__", ""):
+        return False
+    for tensor in tensors:
+        local = None if tensor is None else _torch.local_of(tensor).detach()
+        if (
+            local is not None
+            and not local.is_meta
+            and local.is_floating_point()
+            and not _te.is_quantized(local)
+        ):
+            local.fill_(float("nan"))
+    return True
+
+
+def check_written(tensors: Iterable[tuple[str, torch.Tensor | None]], prefix: str = "") -> None:
+    """Raise InitError for tensors that :func:`fill_with_nan` has filled and nothing has written to. Local operation."""
+    unset = [
+        f"{prefix}.{name}" if prefix else name
+        for name, tensor in tensors
+        if tensor is not None
+        and (local := _torch.local_of(tensor)).is_floating_point()
+        and local.numel()
+        and not _te.is_quantized(local)
+        and bool(local.isnan().all())
+    ]
+    if unset:
+        raise InitError(
+            f"{shorten(unset, 3)}: not initialized",
+            expected="values after to_empty, which only allocates memory",
+            got=f"{len(unset)} tensor(s) without a write",
+            why="They would contain uninitialized memory",
+            fix="call te_fsdp.materialize(model) instead of to_empty, or load a checkpoint",
         )
 
 

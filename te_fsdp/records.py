@@ -337,6 +337,7 @@ class FsdpRecord:
     partial_specs: dict[str, tuple[DTensorSpec, DTensorSpec]] = field(default_factory=dict)
     #: Whether a forward of the module has run within a backward, which needs both forms
     recomputed: bool = False
+    emptied: bool = False  #: Whether ``to_empty`` may have left uninitialized memory
     #: Living autograd nodes that lead from forwards to the parameters
     forwards: list[weakref.ref[Any]] = field(default_factory=list)
 

@@ -25,7 +25,7 @@ from te_fsdp.checks.backward import refuse_second_derivatives
 from te_fsdp.checks.weights import find_equal_shards, has_device_parameters, refuse_equal_shards
 from te_fsdp.collectives.agreement import are_equal, digest, format_differences, maximum, raised_on_all_ranks
 from te_fsdp.errors import InitError, MeshError, OrderError, shorten
-from te_fsdp.initialize import check_initialized
+from te_fsdp.initialize import check_initialized, check_written
 from te_fsdp.mesh import Meshes
 from te_fsdp.modules.semantics import SETTINGS, Setting, semantics_of
 from te_fsdp.plan import ModelPlan
@@ -313,22 +313,7 @@ def refuse_uninitialized(state: ShardedModel) -> None:
         return
     # Once after each to_empty, because isnan waits for the device.
     state.checked.released = False
-    unset = [
-        name
-        for name, tensor in [*state.parameters().items(), *state.model.named_buffers()]
-        if (local := _torch.local_of(tensor)).is_floating_point()
-        and local.numel()
-        and not _te.is_quantized(local)
-        and bool(local.isnan().all())
-    ]
-    if unset:
-        raise InitError(
-            f"{shorten(unset, 3)}: not initialized",
-            expected="values after to_empty, which only allocates memory",
-            got=f"{len(unset)} tensor(s) without a write",
-            why="They would contain uninitialized memory",
-            fix="call te_fsdp.materialize(model) instead of to_empty, or load a checkpoint",
-        )
+    check_written([*state.parameters().items(), *state.model.named_buffers()])
 
 
 def refuse_changed_parameters(state: ShardedModel) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from te_fsdp.apply_fully_shard import Setup
 from te_fsdp.errors import OrderError
+from te_fsdp.initialize import fill_with_nan
 from te_fsdp.lifecycle import track_replaced_parameters
 from te_fsdp.precision import gradient_dtype
 from te_fsdp.records import copy_param_attrs, param_attrs_to_copy, plan_of
@@ -48,13 +49,9 @@ def follow_conversions(setup: Setup) -> None:
         try:
             with track_replaced_parameters(state.model, "to_empty, or another call that converts the model"):
                 result = stock(*args, **kwargs)
-            if "to_empty" in getattr(args[0], "__qualname__", ""):
-                # Fill the memory with NaN, which the first forward detects and any loss shows.
-                recurse = kwargs.get("recurse", True)
-                for tensor in [*module.parameters(recurse), *module.buffers(recurse)]:
-                    local = _torch.local_of(tensor).detach()
-                    if not local.is_meta and local.is_floating_point() and not _te.is_quantized(local):
-                        local.fill_(float("nan"))
+            # The first forward detects what nothing has written to.
+            recurse = kwargs.get("recurse", True)
+            if fill_with_nan(args[0], [*module.parameters(recurse), *module.buffers(recurse)]):
                 state.checked.released = state.checked.on_meta = True
             return result
         except NotImplementedError as error:

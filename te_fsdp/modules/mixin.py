@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import functools
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial
 
 from te_fsdp.errors import InitError, OrderError, PrecisionError
-from te_fsdp.initialize import check_initialized, initialize_by_reset
+from te_fsdp.initialize import check_initialized, check_written, fill_with_nan, initialize_by_reset
 from te_fsdp.lifecycle import mark_replaced, track_replaced_parameters
 from te_fsdp.modules.extra_state import decode_extra_state, encode_extra_state
-from te_fsdp.modules.parameter_reads import check_unsharded, is_read_as_local
+from te_fsdp.modules.parameter_reads import check_unsharded, is_read_as_local, replace_returned_parameters
 from te_fsdp.modules.torch_units import reshard_after_evaluations
 from te_fsdp.quantized.boxed import describe_shards
 from te_fsdp.quantized.fsdp_hooks import (
@@ -186,24 +186,6 @@ def local_parameters(
                 tensor.detach_().requires_grad_()
 
 
-def replace_returned_parameters(
-    output: tuple[Any, ...], local: Collection[torch.Tensor | None], *, copy: bool
-) -> Any:
-    """Replace local parameters among a forward's results (``return_bias=True``) by tensors that outlive the forward.
-
-    ``local`` are the tensors of :func:`local_parameters`, or else the module's direct parameters. ``copy`` avoids a
-    dangling view if FSDP2 may free the parameter after this forward.
-    """
-    inside = set(map(id, local))
-    results = list(output)
-    for index, item in enumerate(output):
-        if isinstance(item, torch.Tensor) and id(item) in inside:
-            # Do not create a view without gradients: it would require gradients as soon as its base does.
-            kept_view = item.view_as(item) if torch.is_grad_enabled() else item.detach()
-            results[index] = item.clone() if copy else kept_view
-    return tuple(results)
-
-
 class MeshModule(torch.nn.Module):
     """Mixin of every bound module. It precedes TE's class in the method resolution order."""
 
@@ -241,7 +223,9 @@ class MeshModule(torch.nn.Module):
             return super().forward(*args, **kwargs)
         if binding.on_meta:
             check_initialized(self._parameters.items(), binding.name)
-            binding.on_meta = False
+            if binding.fsdp.emptied:
+                check_written(self._parameters.items(), binding.name)
+            binding.on_meta = binding.fsdp.emptied = False
         if binding.fsdp.is_managed and _torch.backward_id() != -1:  # in_backward(), without a Python call
             gather_missing_direction(self, binding)
         with local_parameters(self, binding, is_foreign=self._is_foreign) as local:
@@ -252,6 +236,13 @@ class MeshModule(torch.nn.Module):
             return replace_returned_parameters(
                 output, local or self._parameters.values(), copy=binding.fsdp.is_managed
             )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Convert the parameters; after ``to_empty``, the next forward checks that they have been written."""
+        super()._apply(fn, recurse)
+        if (binding := binding_of(self)) is not None and fill_with_nan(fn, self._parameters.values()):
+            binding.on_meta = binding.fsdp.emptied = True
+        return self
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Copy Python attributes to the replacement of a parameter.

@@ -1,6 +1,9 @@
-"""DTensor parameters that a forward reads: of its own module, or of others."""
+"""Parameters that a forward reads, of its own module or of others, or returns."""
 
 from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -36,3 +39,21 @@ def is_read_as_local(binding: ModuleBinding, name: str, parameter: DTensor) -> b
         # Recomputation of a function runs outside of any module's forward.
         and (is_in_forward() or (_torch.in_backward() and torch.is_grad_enabled()))
     )
+
+
+def replace_returned_parameters(
+    output: tuple[Any, ...], local: Collection[torch.Tensor | None], *, copy: bool
+) -> Any:
+    """Replace local parameters among a forward's results (``return_bias=True``) by tensors that outlive the forward.
+
+    ``local`` are the tensors of :func:`te_fsdp.modules.mixin.local_parameters`, or else the module's direct parameters.
+    ``copy`` avoids a dangling view if FSDP2 may free the parameter after this forward.
+    """
+    inside = set(map(id, local))
+    results = list(output)
+    for index, item in enumerate(output):
+        if isinstance(item, torch.Tensor) and id(item) in inside:
+            # Do not create a view without gradients: it would require gradients as soon as its base does.
+            kept_view = item.view_as(item) if torch.is_grad_enabled() else item.detach()
+            results[index] = item.clone() if copy else kept_view
+    return tuple(results)
