@@ -22,6 +22,7 @@ from te_fsdp.layout import SyncMode
 from te_fsdp.lifecycle import Step, gradients_of
 from te_fsdp.records import PARAMETER
 from te_fsdp.recovery import undo_step
+from te_fsdp.upstream import fsdp2_state as _fsdp2, torch_dtensor as _torch
 
 #: The optimizers that have main weights, or have begun a step on parameters of a sharded model. The references are
 #: weak, so that te_fsdp does not keep optimizers and their state alive.
@@ -128,12 +129,16 @@ def finish_components(step: Step) -> None:
 
 def release_weights(step: Step) -> None:
     """Reshard units that are unsharded or being all-gathered, so that the next forward all-gathers the new weights."""
-    for state, _ in step.models:
+    for state, parameters in step.models:
         # Explicit all-gathers of the old weights must end before their memory is freed.
         for gather in state.unsharded.gathers.values():
             gather.wait()
         state.unsharded.gathers.clear()
+        stepped = {id(parameter) for parameter in parameters} if _torch.in_backward() else None
         for _, unit in state.gathered():
+            # The backward that runs still needs the units that this step has not updated.
+            if stepped is not None and stepped.isdisjoint(map(id, _fsdp2.sharded_parameters(unit))):
+                continue
             FSDPModule.reshard(unit)  # type: ignore[bad-argument-type]  # not a call of the user
         state.computed.calls = state.computed.calls and ((), ())
         if state.unsharded.versions:

@@ -15,12 +15,12 @@ import te_fsdp
 STEPS, HIDDEN, UNITS = 3, 16, 4
 
 
-def train(in_backward: bool) -> dict[str, Any]:
+def train(in_backward: bool, strategy: str) -> dict[str, Any]:
     """Return the final weights and the collectives of each step of two microbatches."""
     meshes = te_fsdp.Meshes.build(dp_replicate=2, dp_shard=2)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(HIDDEN, HIDDEN) for _ in range(UNITS))).to(harness.device())
-    te_fsdp.fully_shard(model, meshes, units=[str(unit) for unit in range(UNITS)])
+    te_fsdp.fully_shard(model, meshes, units=[str(unit) for unit in range(UNITS)], strategy=strategy)
     each = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
 
     def step(parameter: torch.Tensor) -> None:
