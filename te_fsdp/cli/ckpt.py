@@ -114,6 +114,15 @@ class Target:
         return self.kind
 
 
+def _open(source: Path, choices: Choices) -> Contents:
+    """Return the contents of a path; UsageError for choices that its kind does not have. Local operation."""
+    contents, key = open_any(source, choices), choices.key
+    if contents.kind not in _NESTED and (key is not None or choices.optimizer_class is not None):
+        option = "--optimizer-class" if key is None else "--key"
+        raise UsageError(f"{source}: {option} is for {' or '.join(_NESTED)}, not for a {contents.kind}")
+    return contents
+
+
 def convert(
     source: Positional[Path],
     target: Positional[Path],
@@ -146,10 +155,7 @@ def convert(
     """
     destination = Target(resolve_path(target), to, _bytes(max_shard_size), force)
     kind = destination.resolve_kind(None)
-    contents = open_any(source, Choices(key, extra_state, optimizer_class))
-    if contents.kind not in _NESTED and (key is not None or optimizer_class is not None):
-        option = "--optimizer-class" if key is None else "--key"
-        raise UsageError(f"{source}: {option} is for {' or '.join(_NESTED)}, not for a {contents.kind}")
+    contents = _open(source, Choices(key, extra_state, optimizer_class))
     form = quantized or ("keep" if kind == "checkpoint" else "dequantize")
     values = {"dtype": None if dtype is None else getattr(torch, dtype), "dequantize": form == "dequantize"}
     options = {"check": check, "everything": everything, "table": False, "as_json": as_json}
@@ -301,7 +307,7 @@ def inspect(
     The path is a checkpoint, a folder of checkpoints (the newest is used), safetensors, a torch.save file, or a
     plain DCP directory.
     """
-    contents = open_any(path, Choices(key=key))
+    contents = _open(path, Choices(key=key))
     manifest = contents.manifest
     groups, tensors = ("model", "optimizer", "delayed", "extra"), contents.tensors.items()
     sizes = {group: sum(t.bytes for key, t in tensors if key.startswith(group)) for group in groups}

@@ -349,6 +349,8 @@ def test_option_without_effect_exits_with_status_2(
     checkpoint.save(tmp_path / "a", torch.nn.Linear(2, 2))
     assert main(["ckpt", "convert", str(tmp_path / "a"), str(tmp_path / "b.pt"), "--key", "x"]) == 2
     assert "--key is for torch.save or " in capsys.readouterr().err and not (tmp_path / "b.pt").exists()
+    assert main(["ckpt", "inspect", str(tmp_path / "a"), "--key", "x"]) == 2
+    assert "--key is for torch.save or " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

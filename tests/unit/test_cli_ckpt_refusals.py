@@ -194,6 +194,8 @@ def test_unfinished_and_incomplete_checkpoints_are_rejected(
     (tmp_path / "empty").mkdir()
     assert "no such checkpoint" in refuse(capsys, "inspect", tmp_path / "empty")
     assert "path does not exist" in refuse(capsys, "inspect", tmp_path / "none")
+    os.mkfifo(tmp_path / "pipe")
+    assert "neither a file nor a directory" in refuse(capsys, "inspect", tmp_path / "pipe")
     (tmp_path / "text.pt").write_bytes(b"\xfftext")
     assert "neither a safetensors file nor" in refuse(capsys, "inspect", tmp_path / "text.pt")
     torch.save({"a": 1, "b": "x"}, tmp_path / "plain.pt")

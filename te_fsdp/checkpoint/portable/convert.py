@@ -63,7 +63,9 @@ def resolve(path: Path) -> tuple[Path, str]:
                 return newest, CHECKPOINT
             open_checkpoint(path)  # raises an error that names checkpoints nearby
     elif not path.is_file():
-        raise CheckpointError(f"{path}: path does not exist", fix="check the path")
+        is_special = not is_remote(path) and path.exists()
+        reason = "neither a file nor a directory" if is_special else "path does not exist"
+        raise CheckpointError(f"{path}: {reason}", fix="check the path")
     if is_remote(path):
         raise CheckpointError(
             f"{path}: cannot be read on object storage",
