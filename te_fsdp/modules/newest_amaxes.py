@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.collectives.agreement import gather_by_rank
+from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.modules.extra_state import Amaxes, newest_amaxes, with_newest_amaxes
 from te_fsdp.records import binding_of, get_record
 from te_fsdp.upstream import torch_dtensor as _torch
@@ -91,6 +93,7 @@ def wrap_full_state(stock: Any) -> Any:
         if not args[-1].full_state_dict:
             return state
         meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+        is_collective = bool(meshes)  # already, by the all-gathers of its parameters
         # That of the sharded model also has the axes over which its parameters are replicated.
         records = filter(None, map(get_record, model.parameters()))
         sharded = [r.state() for r in records if r.state is not None]
@@ -101,9 +104,14 @@ def wrap_full_state(stock: Any) -> Any:
             if binding_of(module) is not None
             and type(module).get_extra_state is not torch.nn.Module.get_extra_state
         }
-        if not entries or not meshes:
+        # Without FP8 the entries of replicated modules are empty.
+        if not meshes or not (entries if is_collective else any(map(torch.numel, entries.values()))):
             return state
-        by_rank = gather_by_rank(newest_amaxes(entries), max(meshes, key=DeviceMesh.size))
+        mesh = max(meshes, key=DeviceMesh.size)
+        # Otherwise rank 0 alone would wait in the gather if it calls this as it does with DDP.
+        call = "get_model_state_dict(full_state_dict=True)"
+        with nullcontext() if is_collective else collective_call(call, mesh):
+            by_rank = gather_by_rank(newest_amaxes(entries), mesh)
         return _with_maxima(state, maxima(by_rank.values()))
 
     return get_model_state

@@ -40,3 +40,15 @@ def test_full_state_dicts_of_replicated_models_resume(pool, tmp_path, axes):
     where = {"axes": axes, "form": "full", "directory": str(tmp_path), "strategy": "no_shard"}
     for found in pool.run(newest_amaxes.resume, 2 * axes.get("tp", 1), evaluate=True, **where):
         assert found["unequal"] and found["newest"] and found["differ"] == [], found
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("fp8", [True, False])
+def test_full_state_dict_on_one_rank_of_a_replicated_model(pool, fp8):
+    """As with DDP. It is collective with delayed scaling alone, and raises where the others do not call it."""
+    text = pool.run(newest_amaxes.full_state_on_one_rank, 2, fp8=fp8)[0]
+    assert (
+        ("get_model_state_dict(full_state_dict=True): rank 1 has not called it" in text)
+        if fp8
+        else text == ""
+    ), text

@@ -128,9 +128,8 @@ def save_after_writes(directory: str, optimizer: str, recipe: str) -> dict[str, 
         values = {"stale": local_of(mains[name]), "saved": local_of(loaded[name]).detach()}
         values["sent"] = torch.cat([piece.full().flatten() for _, piece in sent[name].pieces])
         for key, value in values.items():
-            if not torch.equal(
-                rounded.keep(value.view(rounded.value.shape)), value.view(rounded.value.shape)
-            ):
+            value = value.to(rounded.value).view(rounded.value.shape)
+            if not torch.equal(rounded.keep(value), value):
                 differ[key].append(name)
     with torch.no_grad():
         for name, parameter in written.items():

@@ -89,6 +89,24 @@ class Job:
         }
 
 
+def full_state_on_one_rank(fp8: bool) -> str:
+    """Return the error of rank 0, which alone asks for the unsharded state of a replicated model; empty without one."""
+    import te_fsdp
+
+    job = Job({"dp_shard": 2}, 0, strategy="no_shard")
+    if fp8:
+        job.step(0)
+    te_fsdp.set_collective_timeout(1)
+    try:
+        if dist.get_rank() == 0:
+            get_model_state_dict(job.model, options=StateDictOptions(full_state_dict=True))
+    except te_fsdp.CollectiveError as error:
+        return str(error)
+    finally:
+        te_fsdp.set_collective_timeout(1800)
+    return ""
+
+
 def resume(
     axes: dict[str, int], form: str, directory: str, *, evaluate: bool, **model: Any
 ) -> dict[str, Any]:
