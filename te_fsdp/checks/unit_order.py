@@ -195,7 +195,9 @@ def compare_unit_order(state: ShardedModel) -> None:
         # The first forward, and the first with gradients, all-gather all units.
         gathers = not any(key[1] or not mode[1] for key in compared.orders)
         over = [(peer_ranks(state, True), True)] if gathers else []
-        over += [(_ranks_of_order(state, False), False)] if mode[2] or not gathers else []
+        # Without reductions, only a different order of the all-gathers is new.
+        same = any(key[:2] == mode[:2] and order == mine for key, order in compared.orders.items())
+        over += [(_ranks_of_order(state, False), False)] if mode[2] or not (gathers or same) else []
     elif compared.reordered is None and len(mine) < len(known) and mine == known[: len(mine)]:
         missing = known[len(mine)]
         where = f"end of forward without {missing or 'the model'}"
