@@ -90,7 +90,7 @@ class Job:
 
 
 def full_state_on_one_rank(fp8: bool) -> str:
-    """Return the error of rank 0, which alone asks for the unsharded state of a replicated model; empty without one."""
+    """Return the error if rank 0 alone requests the unsharded state of a replicated model; empty without one."""
     import te_fsdp
 
     job = Job({"dp_shard": 2}, 0, strategy="no_shard")
