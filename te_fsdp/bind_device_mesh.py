@@ -52,7 +52,7 @@ from te_fsdp.modules.plan import ModuleMeshes, ModulePlan, plan_modules
 from te_fsdp.modules.state_loading import fit_main_weight, watch_loading
 from te_fsdp.modules.torch_units import bound_models, reshard_units
 from te_fsdp.modules.user_dtensors import on_te_fsdp_mesh
-from te_fsdp.quantized.amax import refresh_quantized, restore_optimizer_params
+from te_fsdp.quantized.amax import refresh_quantized
 from te_fsdp.quantized.boxed import describe_shards
 from te_fsdp.quantized.boxed_loading import patch_loading
 from te_fsdp.quantized.fsdp_hooks import patch_fsdp_hooks
@@ -184,7 +184,7 @@ def _bases(cls: type) -> tuple[type, ...]:
 
 
 #: Run around every step of an optimizer of bound models, in this order (:mod:`te_fsdp.lifecycle`).
-BEFORE_STEP: StepFunctions = (restore_optimizer_params, run_checks, sync_tp_replicas)
+BEFORE_STEP: StepFunctions = (run_checks, sync_tp_replicas)
 AFTER_STEP: StepFunctions = (refresh_quantized, reshard_units)
 
 

@@ -46,7 +46,7 @@ from te_fsdp.optimizer_step import (
     wait_for_gradients,
     wrap_closure,
 )
-from te_fsdp.quantized.amax import refresh_quantized, restore_optimizer_params
+from te_fsdp.quantized.amax import refresh_quantized
 
 SetupFunctions: TypeAlias = tuple[Callable[[Setup], None], ...]
 
@@ -90,7 +90,6 @@ COMPONENTS: tuple[type[Component], ...] = (
 #: between, ``MainParameters`` installs main weights and removes them again by hooks of the optimizer. torch runs those
 #: before :data:`AFTER_STEP`, so that hooks which the user registers later see parameters with their new values.
 BEFORE_STEP: StepFunctions = (
-    restore_optimizer_params,
     record_stepping_optimizer,
     wait_for_gradients,
     settle_kept_weights,

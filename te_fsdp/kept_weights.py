@@ -83,7 +83,7 @@ def settle_kept_weights(step: Step) -> None:
     """Apply ``requires_grad`` of unsharded parameters; raise OrderError if they were written to. Local operation."""
     for state, _ in step.models:
         kept = state.unsharded.kept
-        if _torch.in_backward():  # a step of one parameter: the unit's own reduction is in progress
+        if kept and _torch.in_backward():  # a step of one parameter: the unit's own reduction is in progress
             kept.clear()
         for name in list(kept):
             apply_frozen(state, name)

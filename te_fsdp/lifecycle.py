@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,15 +26,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from te_fsdp.check_points import LEVELS, NONE, CheckPoints
 from te_fsdp.collectives.redistribute import broadcast
-from te_fsdp.records import PARAMETER, ParameterRecord, get_record
-from te_fsdp.tp_gradients import place_gradient
-from te_fsdp.upstream import torch_dtensor as _torch
+from te_fsdp.records import KEEPS_MAIN_WEIGHTS, PARAMETER, ParameterRecord, get_record
+from te_fsdp.tp_gradients import place_gradients
+from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.torch_autograd import without_subclasses
 
 
-def parameters_of_optimizer(optimizer: Optimizer) -> list[tuple[torch.Tensor, ParameterRecord]]:
-    """Return the parameters of an optimizer that have a record of te_fsdp, with the record. Local operation."""
-    return Step(optimizer, (), {}).recorded_params
+def quantized_of_optimizer(optimizer: Optimizer) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Return label, parameter and local tensor of each quantized weight of an optimizer. Local operation."""
+    return Step(optimizer, (), {}).quantized
 
 
 class Step:
@@ -44,6 +44,12 @@ class Step:
         where: ``"AdamW.step"``, for messages.
         closure: The closure that runs forward and backward within the step, or ``None``. Functions before a step may
             replace it.
+        recorded_params: The optimizer's parameters that have a record of te_fsdp, with the record.
+        models: The ``ShardedModel`` of each sharded model with parameters in the optimizer, and these parameters.
+        quantized: Label, parameter and local tensor of every quantized weight of a bound module.
+        has_main_weights: Whether the optimizer has main weights, or is TE's FusedAdam.
+        has_replicas: Whether a parameter is replicated over tp.
+        has_bound_params: Whether some parameters belong to no sharded model.
     """
 
     def __init__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -51,17 +57,30 @@ class Step:
         self.where = f"{type(optimizer).__name__}.step"
         # torch passes the optimizer itself as the first argument.
         self.closure = kwargs.get("closure") or next(filter(callable, args[1:]), None)
-
-    @functools.cached_property
-    def recorded_params(self) -> list[tuple[torch.Tensor, ParameterRecord]]:
-        """Return the result of :func:`parameters_of_optimizer`, computed once per step."""
-        pairs = []
-        for group in self.optimizer.param_groups:
+        self.recorded_params: list[tuple[torch.Tensor, ParameterRecord]] = []
+        self.has_replicas = self.has_bound_params = False
+        # One loop without calls for all functions, because it runs twice in each step.
+        by_model: dict[int, tuple[Any, list[torch.Tensor]]] = {}
+        for group in optimizer.param_groups:
             for parameter in group["params"]:
                 record = parameter.__dict__.get(PARAMETER)
+                state = record.state() if record and record.state is not None else None
+                if state is not None:
+                    by_model.setdefault(id(state), (state, []))[1].append(parameter)
+                else:
+                    self.has_bound_params = True
                 if record:
-                    pairs.append((parameter, record))
-        return pairs
+                    self.recorded_params.append((parameter, record))
+                    self.has_replicas |= record.tp_replica
+        self.models = list(by_model.values())
+        self.quantized: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        shards = _torch.local_tensors_of([parameter for parameter, _ in self.recorded_params])
+        for (parameter, record), local in zip(self.recorded_params, shards, strict=True):
+            if record.label is not None and _te.is_quantized_class(type(local)):
+                self.quantized.append((record.label, parameter, local))
+        self.has_main_weights = hasattr(optimizer, KEEPS_MAIN_WEIGHTS) or _te.is_fused_adam_class(
+            type(optimizer)
+        )
 
     @functools.cached_property
     def checks(self) -> CheckPoints:
@@ -78,18 +97,19 @@ class Step:
         """Return the name of every parameter of the sharded models by its ``id``, for errors."""
         return {id(p): name for state, _ in self.models for name, p in state.parameters().items()}
 
-    @functools.cached_property
-    def models(self) -> list[tuple[Any, list[torch.Tensor]]]:
-        """Return the ``ShardedModel`` of each sharded model with parameters in the optimizer, and these parameters."""
-        by_model: dict[int, tuple[Any, list[torch.Tensor]]] = {}
-        for parameter, record in self.recorded_params:
-            state = record.state() if record.state is not None else None
-            if state is not None:
-                by_model.setdefault(id(state), (state, []))[1].append(parameter)
-        return list(by_model.values())
-
 
 StepFunctions: TypeAlias = tuple[Callable[[Step], None], ...]
+FunctionT = TypeVar("FunctionT", bound=Callable[[Step], None])
+
+
+def runs_if(attribute: str) -> Callable[[FunctionT], FunctionT]:
+    """Let a function of the lists run only in steps for which this attribute of :class:`Step` is true."""
+
+    def mark(function: FunctionT) -> FunctionT:
+        function.__dict__["runs_if"] = attribute
+        return function
+
+    return mark
 
 
 class _StepHooks:
@@ -101,10 +121,16 @@ class _StepHooks:
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Run the list before a step; return the new arguments if the closure was replaced."""
+        # A step that raised may have left main weights in the groups, which have no record.
+        main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
+        if main_parameters is not None:
+            main_parameters.restore_params(optimizer)
         step = Step(optimizer, args, kwargs)
         closure = step.closure
         for function in self.before:
-            function(step)
+            attribute = getattr(function, "runs_if", None)
+            if attribute is None or getattr(step, attribute):
+                function(step)
         if step.closure is closure:
             return None
         # The user may have passed the closure by position or by name.
@@ -117,7 +143,9 @@ class _StepHooks:
         # A new object: torch passes nothing from one hook to the other, and a step that raises has no second one.
         step = Step(optimizer, args, kwargs)
         for function in self.after:
-            function(step)
+            attribute = getattr(function, "runs_if", None)
+            if attribute is None or getattr(step, attribute):
+                function(step)
 
 
 @functools.cache
@@ -156,19 +184,16 @@ def run_checks(step: Step) -> None:
 # never become equal again, and a checkpoint can contain only one of them. So before every step all ranks use
 # the gradients of the first tp rank, after FSDP2 has reduced and sharded them. Optimizers work elementwise,
 # so that parameters and states stay equal.
+@runs_if("has_replicas")
 def sync_tp_replicas(step: Step) -> None:
     """Replace gradients of tp-replicated parameters by those of the first tp rank.
 
     Collective over tp. Parameters with optimizer state sharded over further axes are excluded: the optimizer's own
     hook averages their gradients first.
     """
-    replicas = []
-    for parameter, record in step.recorded_params:
-        if record.tp_replica:
-            place_gradient(parameter)
-            if record.main_parameters is None:
-                replicas.append(parameter)
-    broadcast_tp_gradients(replicas)
+    replicas = [(parameter, record) for parameter, record in step.recorded_params if record.tp_replica]
+    place_gradients([parameter for parameter, _ in replicas])
+    broadcast_tp_gradients([parameter for parameter, record in replicas if record.main_parameters is None])
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from te_fsdp.gradient_sync import wait_for_reductions
 from te_fsdp.layout import SyncMode
-from te_fsdp.lifecycle import Step, gradients_of
+from te_fsdp.lifecycle import Step, gradients_of, runs_if
 from te_fsdp.records import PARAMETER
 from te_fsdp.recovery import undo_step
 from te_fsdp.upstream import fsdp2_state as _fsdp2, torch_dtensor as _torch
@@ -39,7 +39,8 @@ def record_stepping_optimizer(step: Step) -> None:
 def wait_for_gradients(step: Step) -> None:
     """Make the current stream wait for started reductions."""
     for state, _ in step.models:
-        wait_for_reductions(state)
+        if state.sync.unfinished:
+            wait_for_reductions(state)
 
 
 def check_gradients(step: Step) -> None:
@@ -49,6 +50,7 @@ def check_gradients(step: Step) -> None:
             check()
 
 
+@runs_if("closure")
 def wrap_closure(step: Step) -> None:
     """Check gradients also after each call of a closure, because the checks before the step have already run."""
     closure = step.closure
@@ -134,8 +136,9 @@ def release_weights(step: Step) -> None:
         for gather in state.unsharded.gathers.values():
             gather.wait()
         state.unsharded.gathers.clear()
-        stepped = {id(parameter) for parameter in parameters} if _torch.in_backward() else None
-        for _, unit in state.gathered():
+        gathered = state.gathered()
+        stepped = {id(parameter) for parameter in parameters} if gathered and _torch.in_backward() else None
+        for _, unit in gathered:
             # The backward that runs still needs the units that this step has not updated.
             if stepped is not None and stepped.isdisjoint(map(id, _fsdp2.sharded_parameters(unit))):
                 continue

@@ -46,6 +46,8 @@ WEIGHT = "_te_fsdp_weight"
 BINDING = "_te_fsdp_binding"
 #: Key in the ``__dict__`` of any module: its :class:`ModuleRecord`.
 MODULE = "_te_fsdp_module"
+#: Attribute of an optimizer with main weights of te_fsdp (:class:`te_fsdp.features.main_params.MainParameters`)
+KEEPS_MAIN_WEIGHTS = "_te_fsdp_main_weights"
 _NOT_COPIED = _torch.DTENSOR_ATTRIBUTES | {WEIGHT}
 #: Cause in :attr:`ParameterRecord.replaced_by` of a copy.
 COPIED = "copy.deepcopy"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
+from te_fsdp.records import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharded_model import ShardedModel
 from te_fsdp.upstream import fsdp2_gradients as _fsdp2_gradients, fsdp2_state as _fsdp2
 from te_fsdp.upstream.fsdp2_containers import restore_after_exception

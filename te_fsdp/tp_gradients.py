@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -49,15 +50,16 @@ def _sum(group: Any) -> None:
             _fsdp2_gradients.set_unsharded_gradient(managed, total.view(part.shape))
 
 
-def place_gradient(parameter: torch.Tensor) -> None:
-    """Redistribute a gradient to the placements of its parameter, which has no stacked rows. Collective if they differ.
+def place_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Redistribute gradients to the placements of their parameters, which have no stacked rows.
 
-    DTensor chooses the placements of an assigned gradient such as ``a + (a * b).sum() * b``. A rank may then have a
-    part of the gradient of a parameter that is replicated over tp.
+    Collective for each gradient whose placements differ. DTensor chooses the placements of an assigned gradient such as
+    ``a + (a * b).sum() * b``. A rank may then have a part of the gradient of a parameter that is replicated over tp.
     """
-    gradient = parameter.grad
-    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
-        return
-    if gradient.placements != parameter.placements and gradient.device_mesh == parameter.device_mesh:
-        with torch.no_grad():
-            parameter.grad = gradient.redistribute(placements=parameter.placements)
+    for parameter in parameters:
+        gradient = parameter.grad
+        if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+            continue
+        if gradient.placements != parameter.placements and gradient.device_mesh == parameter.device_mesh:
+            with torch.no_grad():
+                parameter.grad = gradient.redistribute(placements=parameter.placements)

@@ -27,8 +27,7 @@ from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.features.main_params import MAIN, is_low_precision, optimizer_shard_in, rows_of_state
 from te_fsdp.features.main_weights import check_optimizer, initialize_fused_adam, unwrap_optimizer
 from te_fsdp.layout import cut_boxes
-from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
-from te_fsdp.records import require_optimizer
+from te_fsdp.records import KEEPS_MAIN_WEIGHTS, require_optimizer
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
 #: The manifest's description of states, by name.

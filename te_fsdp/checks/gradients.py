@@ -35,7 +35,7 @@ from te_fsdp.records import (
     module_record,
 )
 from te_fsdp.sharded_model import ShardedModel
-from te_fsdp.tp_gradients import place_gradient
+from te_fsdp.tp_gradients import place_gradients
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.torch_mixed_lists import clipping_arguments, mixed_lists
 
@@ -159,15 +159,14 @@ def compare_gradients_over_ep(step: Step) -> None:
 
     Raises GradientError if they differ by more than rounding.
     """
-    if is_simulated() or is_capturing():
-        return
     for state, parameters in step.models:
         scheduled = [
             p
             for p in parameters
             if not isinstance(p, DTensor) and (rec := get_record(p)) is not None and rec.grad_checks_left
         ]
-        if not scheduled:  # parameters of the model are listed in the first steps only
+        # Parameters of the model are scheduled in the first steps only.
+        if not scheduled or is_simulated() or is_capturing():
             continue
         experts = [get_record(p) for p in state.parameters().values() if _is_local_expert(p)]
         if not experts or (ep_mesh := experts[0].ep_mesh) is None:  # type: ignore[union-attr]
@@ -233,8 +232,8 @@ def compare_replicated_gradients(step: Step) -> None:
     if not scheduled or is_simulated() or is_capturing():
         return
     by_mesh: dict[DeviceMesh, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    place_gradients([parameter for parameter, _ in scheduled])
     for parameter, _ in scheduled:
-        place_gradient(parameter)
         gradient = gradient_of(parameter)
         # Meshes are visited in the order of the parameters, which all ranks share: each is a broadcast.
         if gradient is not None and isinstance(parameter, DTensor):

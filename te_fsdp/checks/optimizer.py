@@ -34,9 +34,17 @@ from te_fsdp.features.main_params import MAIN, main_parameters_of
 from te_fsdp.features.unsupported_optimizers import check_optimizer_of_quantized, refuse_unsupported_optimizer
 from te_fsdp.lifecycle import Step, gradient_of
 from te_fsdp.modules.torch_units import unsharded_params
+from te_fsdp.optimizer_step import has_mixed_groups
 from te_fsdp.process_modules import modules_of_process, registered_at
-from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantized_among
-from te_fsdp.records import COPIED, MODULE, PARAMETER, get_or_create_record, get_record, label_of
+from te_fsdp.records import (
+    COPIED,
+    KEEPS_MAIN_WEIGHTS,
+    MODULE,
+    PARAMETER,
+    get_or_create_record,
+    get_record,
+    label_of,
+)
 from te_fsdp.sharded_model import ShardedModel, shard_of, sharded_model_of
 from te_fsdp.tensor_checksums import checksum
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
@@ -57,15 +65,16 @@ _STATES: dict[type, tuple[str, ...]] = {
 # --------------------------------------------------------------------------------------- replaced and copied parameters
 
 
-#: The copied optimizers of this process whose parameters modules have.
-_valid_copies: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+#: The optimizers of this process that are no copies, and the copies whose parameters modules have.
+_valid: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def refuse_replaced(step: Step) -> None:
     """Raise OrderError for parameters that modules no longer have, or that are copies of a sharded model's. Local."""
     marked = {id(parameter): parameter for parameter, record in step.recorded_params if record.replaced_by}
-    is_copy = _torch.is_copied_optimizer(step.optimizer) and step.optimizer not in _valid_copies
+    is_copy = step.optimizer not in _valid and _torch.is_copied_optimizer(step.optimizer)
     if not marked and not is_copy:
+        _valid.add(step.optimizer)
         return
     params = (parameter for group in step.optimizer.param_groups for parameter in group["params"])
     # Parameters without a record, or with the empty one of a pickle.
@@ -87,7 +96,7 @@ def refuse_replaced(step: Step) -> None:
         marked |= unmarked
     if not marked:
         if is_copy:
-            _valid_copies.add(step.optimizer)
+            _valid.add(step.optimizer)
         return
     parameter = next(iter(marked.values()))
     record = get_record(parameter)
@@ -168,9 +177,27 @@ def _gathered(step: Step, parameter: torch.Tensor, when: str, fix: str) -> Order
 # ---------------------------------------------------------------------------------------------------- options and state
 
 
+def refuse_closure(step: Step) -> None:
+    """Raise if the backward of a closure would come after work that the step does once, before it. Local operation."""
+    if not step.models or step.closure is None:
+        return
+    records = [get_record(parameter) for _, parameters in step.models for parameter in parameters]
+    if has_mixed_groups(step.optimizer) or any(
+        f.tp_replica or (f.plan is not None and f.plan.gradient_dtype is not None) for f in records if f
+    ):
+        raise OrderError(
+            f"{step.where}(closure) of a model with tensor parallelism, with parameters that "
+            "are not sharded, or with gradients in main_grads_dtype",
+            expected="step() after backward()",
+            got="a closure",
+            why="Its gradients would exist only after the functions that make them equal over tp, or cast them",
+            fix="call backward() first, then step() without a closure",
+        )
+
+
 def require_main_weights(step: Step) -> None:
     """Raise if a quantized weight with a gradient has no fp32 main weight. Local operation."""
-    for label, parameter, _ in quantized_among(step.recorded_params):
+    for label, parameter, _ in step.quantized:
         if parameter.grad is not None or getattr(parameter, "decoupled_grad", None) is not None:
             check_optimizer_of_quantized(step.optimizer, label)
             return  # the same for all weights

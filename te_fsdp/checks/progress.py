@@ -100,6 +100,8 @@ class Progress:
     def compare(self, step: Step, state: ShardedModel, parameters: list[torch.Tensor]) -> None:
         """Read the progress that all ranks have written, and write this rank's if it is due."""
         written, is_due = self._written, self.steps <= 2 or self.steps % EVERY == 0
+        if written is None and not is_due:
+            return
         with store_errors(step.where):
             if written is not None and self.backwards != written.backwards and self._have_all(state, written):
                 if self._store.add(written.key, 0) != len(self._ranks):

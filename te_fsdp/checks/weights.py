@@ -14,13 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp.collectives.agreement import are_equal, digest, gather, raised_on_all_ranks
 from te_fsdp.collectives.rendezvous import collective_call, is_capturing, is_simulated
-from te_fsdp.errors import InitError, MeshError, OrderError, shorten
+from te_fsdp.errors import InitError, MeshError, shorten
 from te_fsdp.features.broadcast_params import replica_groups_of_dtensor, replica_groups_of_plan
 from te_fsdp.gradient_sync import require_reduced
 from te_fsdp.lifecycle import Step
 from te_fsdp.modules.plan import ModulePlan
-from te_fsdp.optimizer_step import has_mixed_groups
-from te_fsdp.records import binding_of, get_record, iter_param_owners
+from te_fsdp.records import binding_of, iter_param_owners
 from te_fsdp.sharded_model import ShardedModel, shard_of
 from te_fsdp.tensor_checksums import checksum, is_constant
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
@@ -236,24 +235,6 @@ def _compare_sums(
 
 
 # ------------------------------------------------------------------------------------------------------------- closures
-
-
-def refuse_closure(step: Step) -> None:
-    """Raise if the backward of a closure would come after work that the step does once, before it. Local operation."""
-    if not step.models or step.closure is None:
-        return
-    records = [get_record(parameter) for _, parameters in step.models for parameter in parameters]
-    if has_mixed_groups(step.optimizer) or any(
-        f.tp_replica or (f.plan is not None and f.plan.gradient_dtype is not None) for f in records if f
-    ):
-        raise OrderError(
-            f"{step.where}(closure) of a model with tensor parallelism, with parameters that "
-            "are not sharded, or with gradients in main_grads_dtype",
-            expected="step() after backward()",
-            got="a closure",
-            why="Its gradients would exist only after the functions that make them equal over tp, or cast them",
-            fix="call backward() first, then step() without a closure",
-        )
 
 
 def check_closure(step: Step, loss: Any) -> None:

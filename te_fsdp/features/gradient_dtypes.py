@@ -13,8 +13,7 @@ from te_fsdp.apply_fully_shard import Setup
 from te_fsdp.collectives.redistribute import COMM_DTYPES, GradComm
 from te_fsdp.component import Component
 from te_fsdp.errors import OrderError, PrecisionError
-from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
-from te_fsdp.records import get_record
+from te_fsdp.records import KEEPS_MAIN_WEIGHTS, get_record
 from te_fsdp.sharded_model import get_sharded_model
 from te_fsdp.unit_communication import OuterGroup, set_unit_grad_comm
 from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, fsdp2_units, te as _te, torch_dtensor as _torch

@@ -15,8 +15,7 @@ from te_fsdp.features.main_params import main_parameters_of
 from te_fsdp.features.nan_report import NanReport
 from te_fsdp.features.replicated_gradients import ReplicatedGradients
 from te_fsdp.features.unreduced_gradients import is_marker
-from te_fsdp.lifecycle import parameters_of_optimizer
-from te_fsdp.quantized.amax import quantized_among
+from te_fsdp.lifecycle import quantized_of_optimizer
 from te_fsdp.sharded_model import ShardedModel
 from te_fsdp.upstream import (
     fsdp2_gradients as _fsdp2_gradients,
@@ -260,7 +259,7 @@ def reason_for_eager_step(optimizer: Optimizer) -> str:
     if _te.is_fused_adam(optimizer):
         if not optimizer.capturable:  # type: ignore[missing-attribute]
             return "FusedAdam was built without capturable=True"
-        quantized = [local for _, _, local in quantized_among(parameters_of_optimizer(optimizer))]
+        quantized = [local for _, _, local in quantized_of_optimizer(optimizer)]
         # With replaced parameters FusedAdam sees main weights only, and te_fsdp quantizes.
         if main_parameters_of(optimizer) is None and any(map(_te.has_delayed_scale, quantized)):
             return (

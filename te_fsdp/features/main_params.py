@@ -35,8 +35,8 @@ from te_fsdp.features.incomplete_states import has_equal_groups, refuse_unloadab
 from te_fsdp.features.local_step import install_local_tensors, remove_local_tensors
 from te_fsdp.layout import chunk_range
 from te_fsdp.lifecycle import gradient_of, gradients_of
-from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, MAIN, quantize_into
-from te_fsdp.records import get_or_create_record
+from te_fsdp.quantized.amax import MAIN, quantize_into
+from te_fsdp.records import KEEPS_MAIN_WEIGHTS, get_or_create_record
 from te_fsdp.tensor_version import WeightVersions
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.patches import apply_patch_to

@@ -46,20 +46,16 @@ from te_fsdp.features.written_weights import record_weight_versions, update_writ
 from te_fsdp.lifecycle import (
     Step,
     StepFunctions,
-    parameters_of_optimizer,
+    quantized_of_optimizer,
     register_step_functions,
     run_checks,
+    runs_if,
     sync_tp_replicas,
 )
 from te_fsdp.modules.torch_units import reshard_units
 from te_fsdp.optimizer_step import registered_optimizers
-from te_fsdp.quantized.amax import (
-    KEEPS_MAIN_WEIGHTS,
-    quantized_among,
-    refresh_quantized,
-    restore_optimizer_params,
-)
-from te_fsdp.records import label_of, require_model, require_optimizer
+from te_fsdp.quantized.amax import refresh_quantized
+from te_fsdp.records import KEEPS_MAIN_WEIGHTS, label_of, require_model, require_optimizer
 from te_fsdp.sharded_model import sharded_model_of
 from te_fsdp.upstream import fsdp2_units, te as _te, torch_dtensor as _torch
 
@@ -200,7 +196,7 @@ def main_weights(model: nn.Module, optimizer: Optimizer) -> None:
     register_step_functions(BEFORE_STEP, AFTER_STEP)
     if _te.is_fused_adam(optimizer):
         fused: Any = optimizer
-        for label, parameter, local in quantized_among(parameters_of_optimizer(optimizer)):
+        for label, parameter, local in quantized_of_optimizer(optimizer):
             check_optimizer_of_quantized(optimizer, label)
             # FusedAdam itself would initialize the main weight from the quantized weight, which has lost most
             # bits of the value.
@@ -258,10 +254,11 @@ def main_weight(optimizer: Optimizer | None, parameter: torch.Tensor) -> torch.T
 
 # FusedAdam's own main weights of quantized weights are used the same way. FusedAdam alone would create an
 # fp32 copy of each gradient and quantize weight by weight, with one amax reduction each (TE 2.18 to 2.20).
+@runs_if("has_main_weights")
 def use_fused_adam_master_weights(step: Step) -> None:
     """Install FusedAdam's main weights of quantized weights as main parameters, and local tensors for all."""
     optimizer: Any = step.optimizer
-    if not step.recorded_params or not _te.is_fused_adam(optimizer):
+    if not step.recorded_params or not _te.is_fused_adam_class(type(optimizer)):
         return
     main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
     if main_parameters is None:
@@ -272,7 +269,6 @@ def use_fused_adam_master_weights(step: Step) -> None:
 
 #: Run around every step of an optimizer with main weights if no model is sharded (:mod:`te_fsdp.lifecycle`).
 BEFORE_STEP: StepFunctions = (
-    restore_optimizer_params,
     run_checks,
     update_written_main_weights,
     sync_tp_replicas,

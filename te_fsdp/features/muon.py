@@ -33,8 +33,14 @@ from te_fsdp.features.main_params import rows_of_state
 from te_fsdp.features.main_weights import check_optimizer
 from te_fsdp.layout import GATED_ACTIVATIONS, Box, cut_boxes
 from te_fsdp.modules.plan import fused_projection
-from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
-from te_fsdp.records import ParamOwner, binding_of, first_owners, iter_param_owners, require_model
+from te_fsdp.records import (
+    KEEPS_MAIN_WEIGHTS,
+    ParamOwner,
+    binding_of,
+    first_owners,
+    iter_param_owners,
+    require_model,
+)
 from te_fsdp.shard_info import shard_info
 from te_fsdp.sharded_model import shard_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch

@@ -9,8 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from te_fsdp.errors import PlacementError, PrecisionError
-from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
-from te_fsdp.records import label_of
+from te_fsdp.records import KEEPS_MAIN_WEIGHTS, label_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
 #: Optimizers of torch with operations that DTensor refuses, after others have changed weights (torch 2.11 to 2.15).

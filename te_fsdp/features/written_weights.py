@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 
 from te_fsdp.collectives.rendezvous import is_capturing
 from te_fsdp.features.main_params import MAIN, MainParameters, is_low_precision, optimizer_shard_in
-from te_fsdp.lifecycle import Step
-from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
+from te_fsdp.lifecycle import Step, runs_if
 from te_fsdp.quantized.components import element_type
 from te_fsdp.quantized.quantizer_record import write_numbers_of
+from te_fsdp.records import KEEPS_MAIN_WEIGHTS
 from te_fsdp.tensor_version import WeightVersions
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
@@ -33,6 +33,7 @@ def weight_versions(optimizer: Optimizer, recorded: WeightVersions | None) -> We
     return WeightVersions(parameters, write_numbers_of(parameters), count)
 
 
+@runs_if("has_main_weights")
 def record_weight_versions(step: Step) -> None:
     """Record the versions of low-precision parameters after a step."""
     main_parameters: MainParameters | None = getattr(step.optimizer, KEEPS_MAIN_WEIGHTS, None)
@@ -48,6 +49,7 @@ def record_weight_versions(step: Step) -> None:
 # scale, so that some main weights no longer round to their values. If all main weights of a shard are within the error
 # of the scale, they are kept. Versions of tensors and counts of quantizations detect writes, so that other steps read
 # no values.
+@runs_if("has_main_weights")
 def update_written_main_weights(step: Step) -> None:
     """Update the main weights of parameters that user code has written to. Local operation."""
     main_parameters: MainParameters | None = getattr(step.optimizer, KEEPS_MAIN_WEIGHTS, None)

@@ -42,9 +42,8 @@ from te_fsdp.modules.state_loading import (
     record_missing_states,
     refuse_missing_states,
 )
-from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.quantized.boxed import QuantizedSlice
-from te_fsdp.records import binding_of, get_record
+from te_fsdp.records import KEEPS_MAIN_WEIGHTS, binding_of, get_record
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.patches import replace_once
 from te_fsdp.upstream.torch_dcp import LoadTarget

@@ -17,9 +17,9 @@ from te_fsdp.boxed_dtensor import rows_for
 from te_fsdp.collectives.agreement import are_equal, gather_by_rank, on_any_rank
 from te_fsdp.collectives.rendezvous import format_ranks
 from te_fsdp.errors import CheckpointError, OrderError, PlacementError, shorten
-from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, MAIN
+from te_fsdp.quantized.amax import MAIN
 from te_fsdp.quantized.boxed_loading import quantize_pending
-from te_fsdp.records import get_record, module_record
+from te_fsdp.records import KEEPS_MAIN_WEIGHTS, get_record, module_record
 from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
 from te_fsdp.upstream.fsdp2_units import wait_and_reshard
 from te_fsdp.upstream.torch_dcp import is_called_by

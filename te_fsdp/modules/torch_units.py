@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from te_fsdp.lifecycle import Step
+from te_fsdp.lifecycle import Step, runs_if
 from te_fsdp.mesh_checks import check_ascending
 from te_fsdp.records import binding_of, get_record, module_record
 from te_fsdp.upstream import (
@@ -45,6 +45,7 @@ def unsharded_params() -> Iterator[torch.Tensor]:
                         yield parameter
 
 
+@runs_if("has_bound_params")
 def reshard_units(step: Step) -> None:
     """Reshard bound units that are unsharded and have parameters in the optimizer. Local operation."""
     stepped: set[int] | None = None

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from te_fsdp.lifecycle import Step
+from te_fsdp.lifecycle import Step, runs_if
 from te_fsdp.quantized.components import FLOAT8
 from te_fsdp.quantized.empty_shards import copy_delayed_scale
 from te_fsdp.quantized.quantizer_record import (
@@ -28,13 +28,10 @@ from te_fsdp.quantized.quantizer_record import (
     count_write,
     quantizer_record,
 )
-from te_fsdp.records import ParameterRecord
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.patches import apply_patch
 from te_fsdp.upstream.te_formats import has_amax_history
 
-#: Attribute of an optimizer with main weights of te_fsdp.
-KEEPS_MAIN_WEIGHTS = "_te_fsdp_main_weights"
 #: Key of the main weight in the state of a parameter, as in TransformerEngine's FusedAdam
 MAIN = "master_param"
 
@@ -131,38 +128,21 @@ def patch_delayed_updates() -> None:
 # --- around a step
 
 
-def quantized_among(
-    parameters: Sequence[tuple[torch.Tensor, ParameterRecord]],
-) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Return label, parameter and local tensor of every quantized weight of a bound module. Local operation."""
-    weights = []
-    shards = _torch.local_tensors_of([p for p, _ in parameters])
-    for (parameter, record), local in zip(parameters, shards, strict=True):
-        if record.label is not None and _te.is_quantized_class(type(local)):
-            weights.append((record.label, parameter, local))
-    return weights
-
-
-def restore_optimizer_params(step: Step) -> None:
-    """Restore the parameters in an optimizer's groups, if a failed step has left main weights there."""
-    main_parameters = getattr(step.optimizer, KEEPS_MAIN_WEIGHTS, None)
-    if main_parameters is not None:
-        main_parameters.restore_params(step.optimizer)
-
-
+@runs_if("quantized")
 def refresh_quantized(step: Step) -> None:
     """Reduce the newest amaxes of delayed-scaling weights, and drop their transposes.
 
     Collective over the weight mesh if there are such weights: one max all-reduce.
     """
     delayed = []
-    for _, parameter, local in quantized_among(step.recorded_params):
+    for _, parameter, local in step.quantized:
         if has_amax_history(type(getattr(local, _te.QUANTIZER))):
             delayed.append(local)
             _te.drop_transpose(local)
             if parameter.requires_grad:
                 copy_delayed_scale(local)
-    reduce_newest_amax(delayed)
+    if delayed:
+        reduce_newest_amax(delayed)
 
 
 # --- writes
@@ -198,7 +178,8 @@ def quantize_into(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     writes: list[tuple[Any, Any, torch.Tensor]] = []
     for local, value in pairs:
         quantizer: Any = getattr(local, _te.QUANTIZER, None)
-        count_write(quantizer)  # another optimizer with main weights of it compares the numbers
+        if quantizer is not None:
+            count_write(quantizer)  # another optimizer with main weights of it compares the numbers
         if hasattr(local, "experts"):  # a grouped weight
             weight: Any = local
             weight.mark_experts()

@@ -129,7 +129,9 @@ def call_before(owner: Any, method: str, call: Callable[[], None]) -> None:
         call()
         return stock(*args, **kwargs)
 
-    setattr(owner, method, wrapped)
+    object.__setattr__(
+        owner, method, wrapped
+    )  # no parameter, which a module's own __setattr__ would look for
 
 
 def before_unshard(unit: nn.Module, call: Callable[[Any], None]) -> None:

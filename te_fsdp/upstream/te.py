@@ -345,13 +345,18 @@ def tensor_attribute(module: str, name: str) -> type:
 
 def is_fused_adam(optimizer: object) -> bool:
     """Return whether an optimizer is TE's FusedAdam, which can keep main weights itself."""
-    # is_loaded(), without its call: these two run in every step.
-    return "transformer_engine.pytorch" in sys.modules and isinstance(optimizer, te().optimizers.FusedAdam)
+    return is_fused_adam_class(type(optimizer))
+
+
+@functools.cache
+def is_fused_adam_class(cls: type) -> bool:
+    """Return whether a class is TE's FusedAdam or derived from it. A cached result needs no Python call."""
+    return is_loaded() and issubclass(cls, te().optimizers.FusedAdam)
 
 
 def is_stock_fused_adam(optimizer: object) -> bool:
     """Return whether an optimizer is exactly TE's FusedAdam. A subclass may override ``step``."""
-    return "transformer_engine.pytorch" in sys.modules and type(optimizer) is te().optimizers.FusedAdam
+    return is_fused_adam_class(type(optimizer)) and type(optimizer) is te().optimizers.FusedAdam
 
 
 def is_fused_sgd(optimizer: object) -> bool:

@@ -27,24 +27,20 @@ def _names(functions):
 
 
 def test_step_functions_are_in_the_documented_order():
-    assert (
-        _names(components.BEFORE_STEP)
-        == [
-            "restore_optimizer_params",  # first: until then the groups may contain main weights, which have no record
-            "record_stepping_optimizer",
-            "wait_for_gradients",
-            "settle_kept_weights",
-            "run_checks",  # of complete gradients, before anything changes
-            "check_gradients",
-            "wrap_closure",  # which does the last three again after the closure's backward
-            "update_written_main_weights",
-            "sync_tp_replicas",  # of complete gradients, in the dtype in which they were summed
-            "prepare_components",
-            "allow_mixed_parameters",
-            # last: its hook of the optimizer's own runs next, and takes gradients as they are now
-            "use_fused_adam_master_weights",
-        ]
-    )
+    assert _names(components.BEFORE_STEP) == [
+        "record_stepping_optimizer",
+        "wait_for_gradients",
+        "settle_kept_weights",
+        "run_checks",  # of complete gradients, before anything changes
+        "check_gradients",
+        "wrap_closure",  # which does the last three again after the closure's backward
+        "update_written_main_weights",
+        "sync_tp_replicas",  # of complete gradients, in the dtype in which they were summed
+        "prepare_components",
+        "allow_mixed_parameters",
+        # last: its hook of the optimizer's own runs next, and takes gradients as they are now
+        "use_fused_adam_master_weights",
+    ]
     assert _names(components.AFTER_STEP) == [
         "refresh_quantized",
         "increment_versions",
@@ -83,7 +79,11 @@ def listed(functions, *shorter):
         for function in functions
     }
     rows = enumerate(marks.items(), 1)
-    return "\n".join(f"{number}. `{f.__name__}` of `{_file_of(f)}`{mark}" for number, (f, mark) in rows)
+    conditions = {f: f" (`{f.runs_if}`)" for f in functions if hasattr(f, "runs_if")}
+    return "\n".join(
+        f"{number}. `{f.__name__}` of `{_file_of(f)}`{mark}{conditions.get(f, '')}"
+        for number, (f, mark) in rows
+    )
 
 
 def setup_list():

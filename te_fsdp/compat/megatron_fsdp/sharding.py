@@ -49,7 +49,7 @@ from te_fsdp.features.main_weights import (
 from te_fsdp.features.nan_report import report_nan
 from te_fsdp.layout import OUTER_STRATEGIES
 from te_fsdp.materialization import materialize
-from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
+from te_fsdp.records import KEEPS_MAIN_WEIGHTS
 from te_fsdp.shard_model import fully_shard as native_fully_shard
 from te_fsdp.sharded_model import require_sharded_model, sharded_model_of
 from te_fsdp.upstream import te as _te

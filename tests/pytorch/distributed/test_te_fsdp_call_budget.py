@@ -26,6 +26,20 @@ def test_te_fsdp_calls_per_step_are_within_budget(pool, axes, budget):
         assert dict(counted)["quantized/fsdp_hooks.py:fsdp_post_all_gather"] == 16
 
 
+@pytest.mark.cpu
+@pytest.mark.ranks(2)
+def test_a_reader_of_one_linear_passes_few_files(pool):
+    """Check the files that a debugger shows, and how often it jumps to another one."""
+    for walk in pool.run(te_fsdp_calls.walk_of_one_linear, 2):
+        files, changes = walk["step"]
+        assert files <= 22
+        assert changes <= 30
+        # fully_shard also applies the patches in the first call of a process.
+        files, changes = walk["fully_shard"]
+        assert files <= 85
+        assert changes <= 480
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.recipe("current")
 @pytest.mark.parametrize("fused", [False, True], ids=["sgd", "fused"])
