@@ -100,7 +100,7 @@ _FSDP2: dict[str, tuple[tuple[str, ...], ...]] = {
         ("shard_mesh", "cached", "torch 2.11 and 2.12"),
         ("init_all_gather_outputs, free_unsharded_param", "no copy over a shard axis of size 1"),
         (
-            "all_gather_inputs, init_unsharded_param, to_sharded_dtensor, unsharded_grad_data",
+            "init_unsharded_param, to_sharded_dtensor, unsharded_grad_data",
             "one call if nothing is cast, moved, padded or accumulated",
         ),
     ),
