@@ -24,7 +24,7 @@ from te_fsdp.errors import CheckpointError
 from te_fsdp.layout import slices
 from te_fsdp.row_order import refuse_writes_to_copies
 from te_fsdp.upstream import torch_dtensor as _torch
-from te_fsdp.upstream.patches import replace_once
+from te_fsdp.upstream.patches import replace_once, wrapping
 from te_fsdp.upstream.torch_redistribution import (
     communicate_all_dtypes,
     gather_uneven_by_axis,
@@ -39,41 +39,39 @@ def place_full_tensors(record: str, fit: Callable[..., Any]) -> None:
     ``fit`` returns the state of a parameter that an optimizer loads, given those and the dtype of its main weights.
     """
 
-    def place_states(stock: Any) -> Any:
-        @functools.wraps(stock)
-        def distribute(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-            targets = {key: local.get(key) for key, value in full.items() if torch.is_tensor(value)}
-            for key, target in targets.items():
-                require_same_form(key, full[key].dtype, target)
-            boxes = {k: t for k, t in targets.items() if isinstance(t, BoxedDTensor) and t._map is not None}
-            uneven: dict[str, Any] = {
-                key: t for key, t in targets.items() if key not in boxes and _torch.has_uneven_strides(t)
-            }
-            # torch places the others. Its one rectangle is wrong for stacked rows and uneven strides.
-            others = {key: value for key, value in full.items() if key not in boxes and key not in uneven}
-            stock(others, local, *args, **kwargs)
-            for key, tensor in boxes.items():
-                local[key] = tensor.fill(full[key])
-            for key, tensor in uneven.items():
-                (chunk,) = tensor.__create_chunk_list__()
-                piece = full[key].detach()[slices(chunk.offsets, chunk.sizes)]
-                device = piece.device if tensor.is_meta else tensor.device
-                local[key] = _torch.dtensor(piece.to(device, copy=True), tensor._spec)
+    @wrapping
+    def place_states(
+        stock: Any, full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        targets = {key: local.get(key) for key, value in full.items() if torch.is_tensor(value)}
+        for key, target in targets.items():
+            require_same_form(key, full[key].dtype, target)
+        boxes = {k: t for k, t in targets.items() if isinstance(t, BoxedDTensor) and t._map is not None}
+        uneven: dict[str, Any] = {
+            key: t for key, t in targets.items() if key not in boxes and _torch.has_uneven_strides(t)
+        }
+        # torch places the others. Its one rectangle is wrong for stacked rows and uneven strides.
+        others = {key: value for key, value in full.items() if key not in boxes and key not in uneven}
+        stock(others, local, *args, **kwargs)
+        for key, tensor in boxes.items():
+            local[key] = tensor.fill(full[key])
+        for key, tensor in uneven.items():
+            (chunk,) = tensor.__create_chunk_list__()
+            piece = full[key].detach()[slices(chunk.offsets, chunk.sizes)]
+            device = piece.device if tensor.is_meta else tensor.device
+            local[key] = _torch.dtensor(piece.to(device, copy=True), tensor._spec)
 
-        return distribute
-
-    def place_pairs(stock: Any) -> Any:
-        @functools.wraps(stock)
-        def distribute(local_state_dict: dict[str, Any], keys: Any, *args: Any, **kwargs: Any) -> None:
-            for key in keys:
-                pair = local_state_dict.get(key)
-                if isinstance(pair, tuple):
-                    require_same_form(key, pair[1].dtype, pair[0])
-                if isinstance(pair, tuple) and isinstance(pair[0], BoxedDTensor) and pair[0]._map is not None:
-                    local_state_dict[key] = pair[0].fill(pair[1])
-            stock(local_state_dict, keys, *args, **kwargs)
-
-        return distribute
+    @wrapping
+    def place_pairs(
+        stock: Any, local_state_dict: dict[str, Any], keys: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        for key in keys:
+            pair = local_state_dict.get(key)
+            if isinstance(pair, tuple):
+                require_same_form(key, pair[1].dtype, pair[0])
+            if isinstance(pair, tuple) and isinstance(pair[0], BoxedDTensor) and pair[0]._map is not None:
+                local_state_dict[key] = pair[0].fill(pair[1])
+        stock(local_state_dict, keys, *args, **kwargs)
 
     # torch computes one rectangle from the placements. Tensors without a mapping take torch's own way.
     for owner, name, wrap in (
@@ -94,29 +92,27 @@ def place_full_tensors(record: str, fit: Callable[..., Any]) -> None:
 def wrap_plans() -> None:
     """Let DCP compare main weights before it loads, and write all pieces into safetensors; once per process."""
 
-    def compare_forms(stock: Any) -> Any:
-        @functools.wraps(stock)
-        def plan(state_dict: dict[str, Any], metadata: Any, *args: Any, **kwargs: Any) -> Any:
-            for key, stored in metadata.state_dict_metadata.items():
-                if (properties := getattr(stored, "properties", None)) is not None:
-                    require_same_form(key, properties.dtype, state_dict.get(key))
-            return stock(state_dict, metadata, *args, **kwargs)
+    @wrapping
+    def compare_forms(
+        stock: Any, state_dict: dict[str, Any], metadata: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        for key, stored in metadata.state_dict_metadata.items():
+            if (properties := getattr(stored, "properties", None)) is not None:
+                require_same_form(key, properties.dtype, state_dict.get(key))
+        return stock(state_dict, metadata, *args, **kwargs)
 
-        return plan
-
-    def split_pieces(stock: Any) -> Any:
-        @functools.wraps(stock)
-        def split(self: Any, storage_plan: dict[str, int] | None, items: Any) -> dict[int, list[Any]]:
-            # A file of safetensors has one tensor of a name, and torch would drop all pieces but the last one.
-            last, files = max(storage_plan.values()) if storage_plan else 1, dict[int, list[Any]]()
-            for number, bucket in stock(self, storage_plan, items).items():
-                count = Counter[str]()
-                for item in bucket:
-                    files.setdefault(number + count[item.index.fqn] * last, []).append(item)
-                    count[item.index.fqn] += 1
-            return files
-
-        return split
+    @wrapping
+    def split_pieces(
+        stock: Any, self: Any, storage_plan: dict[str, int] | None, items: Any
+    ) -> dict[int, list[Any]]:
+        # A file of safetensors has one tensor of a name, and torch would drop all pieces but the last one.
+        last, files = max(storage_plan.values()) if storage_plan else 1, dict[int, list[Any]]()
+        for number, bucket in stock(self, storage_plan, items).items():
+            count = Counter[str]()
+            for item in bucket:
+                files.setdefault(number + count[item.index.fqn] * last, []).append(item)
+                count[item.index.fqn] += 1
+        return files
 
     replace_once(default_planner, "create_default_local_load_plan", compare_forms)
     replace_once(hf_storage.HuggingFaceStorageWriter, "_split_by_storage_plan", split_pieces)

@@ -45,7 +45,7 @@ from te_fsdp.modules.state_loading import (
 from te_fsdp.quantized.boxed import QuantizedSlice
 from te_fsdp.records import KEEPS_MAIN_WEIGHTS, binding_of, get_record
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
-from te_fsdp.upstream.patches import replace_once
+from te_fsdp.upstream.patches import replace_once, wrapping
 from te_fsdp.upstream.torch_dcp import LoadTarget
 
 #: Attribute of a tensor in a state dict: an ExpertMark as a tuple, which ``torch.load(weights_only=True)`` accepts.
@@ -98,39 +98,35 @@ def mark_entries(module: torch.nn.Module, destination: dict[str, Any], prefix: s
 def patch_expert_loading() -> None:
     """Mark optimizer states of experts, and let torch load either form; later calls do nothing."""
 
-    def wrap_optimizer_states(stock: Any) -> Any:
-        @functools.wraps(stock)
-        def get_states(model: torch.nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
-            states_of = with_all_experts(stock, model, *args, **kwargs)
-            for path, module in model.named_modules():
-                for name, mark in marks_of(module).items():
-                    fqn = _torch.without_wrappers(f"{path}.{name}" if path else name)
-                    shape = module._parameters[name].shape  # type: ignore[union-attr]
-                    states = states_of["state"].get(fqn, {}) if "state" in states_of else states_of
-                    for key, value in states.items():
-                        is_own = states is not states_of or key.startswith(f"state.{fqn}.")
-                        if is_own and isinstance(value, torch.Tensor) and value.shape == shape:
-                            value.__dict__[_MARK] = tuple(mark)
-            record_missing_states(states_of, *args)
-            return states_of
+    @wrapping
+    def wrap_optimizer_states(
+        stock: Any, model: torch.nn.Module, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        states_of = with_all_experts(stock, model, *args, **kwargs)
+        for path, module in model.named_modules():
+            for name, mark in marks_of(module).items():
+                fqn = _torch.without_wrappers(f"{path}.{name}" if path else name)
+                shape = module._parameters[name].shape  # type: ignore[union-attr]
+                states = states_of["state"].get(fqn, {}) if "state" in states_of else states_of
+                for key, value in states.items():
+                    is_own = states is not states_of or key.startswith(f"state.{fqn}.")
+                    if is_own and isinstance(value, torch.Tensor) and value.shape == shape:
+                        value.__dict__[_MARK] = tuple(mark)
+        record_missing_states(states_of, *args)
+        return states_of
 
-        return get_states
-
-    def wrap_model_state(stock: Any) -> Any:
-        @functools.wraps(stock)
-        def load_model_state(model: torch.nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
-            # Ranks make tensors of the sizes that rank 0 broadcasts.
-            states_of = {key: plain_entry(value) for key, value in _in_model_form(model, state_dict).items()}
-            if info.broadcast_from_rank0:
-                # torch broadcasts the values of rank 0's quantized tensors. All ranks quantize them, with one scale.
-                values = {k: v.dequantize() for k, v in states_of.items() if _te.is_quantized(v)}
-                states_of = {**entries_of_second_names(model), **states_of, **values}
-            if info.broadcast_from_rank0 and has_other_experts(model):
-                # torch would move every tensor of rank 0 to the CPU, also experts that this rank does not have.
-                info = replace(info, cpu_offload=False)
-            return stock(model, states_of, info)
-
-        return load_model_state
+    @wrapping
+    def wrap_model_state(stock: Any, model: torch.nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
+        # Ranks make tensors of the sizes that rank 0 broadcasts.
+        states_of = {key: plain_entry(value) for key, value in _in_model_form(model, state_dict).items()}
+        if info.broadcast_from_rank0:
+            # torch broadcasts the values of rank 0's quantized tensors. All ranks quantize them, with one scale.
+            values = {k: v.dequantize() for k, v in states_of.items() if _te.is_quantized(v)}
+            states_of = {**entries_of_second_names(model), **states_of, **values}
+        if info.broadcast_from_rank0 and has_other_experts(model):
+            # torch would move every tensor of rank 0 to the CPU, also experts that this rank does not have.
+            info = replace(info, cpu_offload=False)
+        return stock(model, states_of, info)
 
     for owner, name, wrap in (
         (_state_dict, "_get_optim_state_dict", wrap_optimizer_states),
@@ -151,20 +147,17 @@ def patch_expert_loading() -> None:
         replace_once(owner, name, wrap)
 
 
-def _wrap_load_plan(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def create_local_plan(self: Any) -> Any:
-        _refuse_padded(self)
-        refuse_missing_states(self)
-        _place_entries(self)
-        fit = _Fit(self, self.state_dict)
-        if fit.find():
-            self.state_dict = fit.fitted()
-            self.load_bytes = functools.partial(fit.load_bytes, self.load_bytes)
-            self.commit_tensor = functools.partial(fit.commit_tensor, self.commit_tensor)
-        return stock(self)
-
-    return create_local_plan
+@wrapping
+def _wrap_load_plan(stock: Any, self: Any) -> Any:
+    _refuse_padded(self)
+    refuse_missing_states(self)
+    _place_entries(self)
+    fit = _Fit(self, self.state_dict)
+    if fit.find():
+        self.state_dict = fit.fitted()
+        self.load_bytes = functools.partial(fit.load_bytes, self.load_bytes)
+        self.commit_tensor = functools.partial(fit.commit_tensor, self.commit_tensor)
+    return stock(self)
 
 
 def _refuse_padded(planner: Any) -> None:

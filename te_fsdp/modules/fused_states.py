@@ -16,7 +16,7 @@ import torch
 from te_fsdp.boxed_dtensor import boxed_like
 from te_fsdp.records import checks_of, get_record
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
-from te_fsdp.upstream.patches import apply_patch
+from te_fsdp.upstream.patches import apply_patch, wrapping
 
 
 def patch_fused_adam() -> None:
@@ -35,24 +35,23 @@ def patch_fused_adam() -> None:
 
         return initialize
 
-    def wrap_state_dict(stock: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        @functools.wraps(stock)
-        def state_dict(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-            result = stock(self, *args, **kwargs)
-            # The keys of a state dict number the parameters in the order of the groups.
-            keys = chain.from_iterable(group["params"] for group in result["param_groups"])
-            parameters = chain.from_iterable(group["params"] for group in self.param_groups)
-            for key, parameter in zip(keys, parameters, strict=False):
-                entries, local = result["state"].get(key, {}), _torch.local_of(parameter)
-                # Steps do not update the main weights of FP32 weights. Low-precision models load them as their own.
-                is_fp32 = parameter.dtype == torch.float32 and not _te.is_quantized(local)
-                if "master_param" in entries and is_fp32 and get_record(parameter) is not None:
-                    entries["master_param"] = parameter.detach().clone()
-                for value in entries.values():
-                    boxed_like(value, parameter)
-            return result
-
-        return state_dict
+    @wrapping
+    def wrap_state_dict(
+        stock: Callable[..., dict[str, Any]], self: Any, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        result = stock(self, *args, **kwargs)
+        # The keys of a state dict number the parameters in the order of the groups.
+        keys = chain.from_iterable(group["params"] for group in result["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        for key, parameter in zip(keys, parameters, strict=False):
+            entries, local = result["state"].get(key, {}), _torch.local_of(parameter)
+            # Steps do not update the main weights of FP32 weights. Low-precision models load them as their own.
+            is_fp32 = parameter.dtype == torch.float32 and not _te.is_quantized(local)
+            if "master_param" in entries and is_fp32 and get_record(parameter) is not None:
+                entries["master_param"] = parameter.detach().clone()
+            for value in entries.values():
+                boxed_like(value, parameter)
+        return result
 
     apply_patch("states", wrap_initialize)
     apply_patch("states of dicts", wrap_state_dict)

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -23,6 +22,7 @@ from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.modules.extra_state import Amaxes, newest_amaxes, with_newest_amaxes
 from te_fsdp.records import binding_of, get_record
 from te_fsdp.upstream import torch_dtensor as _torch
+from te_fsdp.upstream.patches import wrapping
 
 
 class PlanData(dict[str, Any]):
@@ -47,74 +47,58 @@ def maxima(by_rank: Iterable[Amaxes]) -> Amaxes:
     return result
 
 
-def wrap_local_plan(stock: Any) -> Any:
+@wrapping
+def wrap_local_plan(stock: Any, self: Any) -> Any:
     """Wrap ``create_local_plan`` of a save planner. The coordinator also gets the amaxes of a cached plan."""
-
-    @functools.wraps(stock)
-    def create_local_plan(self: Any) -> Any:
-        plan, amaxes = stock(self), newest_amaxes(self.state_dict)
-        return replace(plan, planner_data=PlanData.join(plan.planner_data, amaxes)) if amaxes else plan
-
-    return create_local_plan
+    plan, amaxes = stock(self), newest_amaxes(self.state_dict)
+    return replace(plan, planner_data=PlanData.join(plan.planner_data, amaxes)) if amaxes else plan
 
 
-def wrap_global_plan(stock: Any) -> Any:
+@wrapping
+def wrap_global_plan(stock: Any, self: Any, all_plans: Any) -> Any:
     """Wrap ``create_global_plan`` of a save planner, which runs on the coordinator only."""
-
-    @functools.wraps(stock)
-    def create_global_plan(self: Any, all_plans: Any) -> Any:
-        amaxes = maxima(getattr(plan.planner_data, "amaxes", {}) for plan in all_plans)
-        plans, metadata = stock(self, all_plans)
-        # Cached plans have the amaxes of an earlier save.
-        plans = [replace(plan, planner_data=PlanData.join(plan.planner_data, amaxes)) for plan in plans]
-        return plans, metadata
-
-    return create_global_plan
+    amaxes = maxima(getattr(plan.planner_data, "amaxes", {}) for plan in all_plans)
+    plans, metadata = stock(self, all_plans)
+    # Cached plans have the amaxes of an earlier save.
+    plans = [replace(plan, planner_data=PlanData.join(plan.planner_data, amaxes)) for plan in plans]
+    return plans, metadata
 
 
-def wrap_final_plan(stock: Any) -> Any:
+@wrapping
+def wrap_final_plan(stock: Any, self: Any, new_plan: Any) -> Any:
     """Wrap ``finish_plan`` of a save planner: the rank that writes an entry writes it with the maxima."""
-
-    @functools.wraps(stock)
-    def finish_plan(self: Any, new_plan: Any) -> Any:
-        amaxes = getattr(new_plan.planner_data, "amaxes", {})
-        self.state_dict = _with_maxima(self.state_dict, amaxes) if amaxes else self.state_dict
-        return stock(self, new_plan)
-
-    return finish_plan
+    amaxes = getattr(new_plan.planner_data, "amaxes", {})
+    self.state_dict = _with_maxima(self.state_dict, amaxes) if amaxes else self.state_dict
+    return stock(self, new_plan)
 
 
-def wrap_full_state(stock: Any) -> Any:
+@wrapping
+def wrap_full_state(stock: Any, model: torch.nn.Module, *args: Any) -> dict[str, Any]:
     """Wrap torch's function that returns a model's state dict. Collective over the mesh for an unsharded one."""
-
-    @functools.wraps(stock)
-    def get_model_state(model: torch.nn.Module, *args: Any) -> dict[str, Any]:
-        state = stock(model, *args)
-        if not args[-1].full_state_dict:
-            return state
-        meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
-        is_collective = bool(meshes)  # already, by the all-gathers of its parameters
-        # That of the sharded model also has the axes over which its parameters are replicated.
-        records = filter(None, map(get_record, model.parameters()))
-        sharded = [r.state() for r in records if r.state is not None]
-        meshes += [state.meshes.device_mesh for state in sharded if state is not None]
-        entries = {
-            f"{_torch.without_wrappers(path)}._extra_state".lstrip("."): module.get_extra_state()
-            for path, module in model.named_modules()
-            if binding_of(module) is not None
-            and type(module).get_extra_state is not torch.nn.Module.get_extra_state
-        }
-        # Without FP8 the entries of replicated modules are empty.
-        if not meshes or not (entries if is_collective else any(map(torch.numel, entries.values()))):
-            return state
-        mesh = max(meshes, key=DeviceMesh.size)
-        # Otherwise rank 0 alone would wait in the gather if it calls this as it does with DDP.
-        call = "get_model_state_dict(full_state_dict=True)"
-        with nullcontext() if is_collective else collective_call(call, mesh):
-            by_rank = gather_by_rank(newest_amaxes(entries), mesh)
-        return _with_maxima(state, maxima(by_rank.values()))
-
-    return get_model_state
+    state = stock(model, *args)
+    if not args[-1].full_state_dict:
+        return state
+    meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+    is_collective = bool(meshes)  # already, by the all-gathers of its parameters
+    # That of the sharded model also has the axes over which its parameters are replicated.
+    records = filter(None, map(get_record, model.parameters()))
+    sharded = [r.state() for r in records if r.state is not None]
+    meshes += [state.meshes.device_mesh for state in sharded if state is not None]
+    entries = {
+        f"{_torch.without_wrappers(path)}._extra_state".lstrip("."): module.get_extra_state()
+        for path, module in model.named_modules()
+        if binding_of(module) is not None
+        and type(module).get_extra_state is not torch.nn.Module.get_extra_state
+    }
+    # Without FP8 the entries of replicated modules are empty.
+    if not meshes or not (entries if is_collective else any(map(torch.numel, entries.values()))):
+        return state
+    mesh = max(meshes, key=DeviceMesh.size)
+    # Otherwise rank 0 alone would wait in the gather if it calls this as it does with DDP.
+    call = "get_model_state_dict(full_state_dict=True)"
+    with nullcontext() if is_collective else collective_call(call, mesh):
+        by_rank = gather_by_rank(newest_amaxes(entries), mesh)
+    return _with_maxima(state, maxima(by_rank.values()))
 
 
 def _with_maxima(state: dict[str, Any], amaxes: Amaxes) -> dict[str, Any]:

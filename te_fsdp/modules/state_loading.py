@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from te_fsdp.quantized.boxed_loading import quantize_pending
 from te_fsdp.records import KEEPS_MAIN_WEIGHTS, get_record, module_record
 from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
 from te_fsdp.upstream.fsdp2_units import wait_and_reshard
+from te_fsdp.upstream.patches import wrapping
 from te_fsdp.upstream.torch_dcp import is_called_by
 
 _ASSIGN = "assign_to_params_buffers"
@@ -81,49 +81,41 @@ def entries_of_second_names(model: nn.Module) -> dict[str, None]:
     }
 
 
-def wrap_options(stock: Any) -> Any:
+@wrapping
+def wrap_options(stock: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Wrap torch's function that maps a model's parameters to FQNs, which it then uses for the optimizer's parameters.
 
     It needs the sharded parameters, because the optimizer has those.
     """
-
-    @functools.wraps(stock)
-    def verify(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        wait_and_reshard(model)
-        return stock(model, *args, **kwargs)
-
-    return verify
+    wait_and_reshard(model)
+    return stock(model, *args, **kwargs)
 
 
-def wrap_verification(stock: Any) -> Any:
+@wrapping
+def wrap_verification(stock: Any, model_state: Any, optimizer_state: Any, info: Any) -> None:
     """Wrap torch's check of the arguments of ``set_state_dict``, which is wrong if ranks other than 0 pass ``{}``.
 
     It raises on these ranks alone, or lets them omit the model with ``broadcast_from_rank0``: the others wait.
     """
-
-    @functools.wraps(stock)
-    def verify(model_state: Any, optimizer_state: Any, info: Any) -> None:
-        is_load = is_called_by("set_") and (info.full_state_dict or info.broadcast_from_rank0)
-        bound = [key for key in info.fqn_param_mapping if isinstance(key, torch.Tensor) and get_record(key)]
-        meshes = [parameter.device_mesh for parameter in bound if isinstance(parameter, DTensor)]
-        if is_load and bound and info.broadcast_from_rank0:
-            # From ``{}`` torch concludes that the call is for the optimizer only. It broadcasts to all ranks.
-            info.handle_model |= on_any_rank(bool(model_state))
-        elif is_load and meshes:
-            mesh, given = max(meshes, key=DeviceMesh.size), [bool(model_state), bool(optimizer_state)]
-            if not bool(are_equal(list(map(int, given)), mesh).all()):
-                by_rank = sorted(gather_by_rank(all(given), mesh).items())
-                raise CheckpointError(
-                    "set_state_dict: state dicts on some ranks only",
-                    expected="the full state dicts on all ranks",
-                    got=f"an empty one on {format_ranks([rank for rank, is_full in by_rank if not is_full])}",
-                    why="Ranks with a state dict would wait for the others",
-                    fix="pass options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True), and {} on "
-                    "all ranks but rank 0",
-                )
-        stock(model_state, optimizer_state, info)
-
-    return verify
+    is_load = is_called_by("set_") and (info.full_state_dict or info.broadcast_from_rank0)
+    bound = [key for key in info.fqn_param_mapping if isinstance(key, torch.Tensor) and get_record(key)]
+    meshes = [parameter.device_mesh for parameter in bound if isinstance(parameter, DTensor)]
+    if is_load and bound and info.broadcast_from_rank0:
+        # From ``{}`` torch concludes that the call is for the optimizer only. It broadcasts to all ranks.
+        info.handle_model |= on_any_rank(bool(model_state))
+    elif is_load and meshes:
+        mesh, given = max(meshes, key=DeviceMesh.size), [bool(model_state), bool(optimizer_state)]
+        if not bool(are_equal(list(map(int, given)), mesh).all()):
+            by_rank = sorted(gather_by_rank(all(given), mesh).items())
+            raise CheckpointError(
+                "set_state_dict: state dicts on some ranks only",
+                expected="the full state dicts on all ranks",
+                got=f"an empty one on {format_ranks([rank for rank, is_full in by_rank if not is_full])}",
+                why="Ranks with a state dict would wait for the others",
+                fix="pass options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True), and {} on "
+                "all ranks but rank 0",
+            )
+    stock(model_state, optimizer_state, info)
 
 
 def create_states(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:

@@ -34,6 +34,7 @@ from te_fsdp.quantized.quantizer_record import change_quantizer_record
 from te_fsdp.quantized.shards import quantize_with_shared_scale
 from te_fsdp.state_dict_wrappers import wrap_dcp
 from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
+from te_fsdp.upstream.patches import wrapping
 from te_fsdp.upstream.torch_dcp import LoadTarget
 
 
@@ -266,38 +267,28 @@ def patch_loading() -> None:
 
         return load_state_dict
 
-    def wrap_narrow(stock: Any) -> Any:
-        @functools.wraps(stock)
-        def narrow_tensor_by_index(
-            tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]
-        ) -> torch.Tensor:
-            if (
-                _te.is_quantized(tensor)
-                and not _te.is_grouped(tensor)
-                and tuple(sizes) != tuple(tensor.shape)
-            ):
-                if tensor.ndim == 3:  # of one expert in a tensor of all
-                    return QuantizedSlice(tensor.view(tensor.shape[1:]), offsets[1:], sizes[1:], True)
-                return QuantizedSlice(tensor, offsets, sizes)
-            return stock(tensor, offsets, sizes)
+    @wrapping
+    def wrap_narrow(
+        stock: Any, tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]
+    ) -> torch.Tensor:
+        if _te.is_quantized(tensor) and not _te.is_grouped(tensor) and tuple(sizes) != tuple(tensor.shape):
+            if tensor.ndim == 3:  # of one expert in a tensor of all
+                return QuantizedSlice(tensor.view(tensor.shape[1:]), offsets[1:], sizes[1:], True)
+            return QuantizedSlice(tensor, offsets, sizes)
+        return stock(tensor, offsets, sizes)
 
-        return narrow_tensor_by_index
+    @wrapping
+    def wrap_write(stock: Any, self: Any, plan: Any, planner: Any) -> Any:
+        # The format has plain tensors only. The metadata already describes the weight by its nominal dtype.
+        plain = copy.copy(planner)
 
-    def wrap_write(stock: Any) -> Any:
-        @functools.wraps(stock)
-        def write_data(self: Any, plan: Any, planner: Any) -> Any:
-            # The format has plain tensors only. The metadata already describes the weight by its nominal dtype.
-            plain = copy.copy(planner)
+        def values_of(item: Any) -> Any:
+            data = values = planner.resolve_data(item)
+            if isinstance(data, torch.Tensor) and _te.is_quantized(data):
+                values = data.dequantize(dtype=data.dtype)  # type: ignore[call-arg]
+            return values
 
-            def values_of(item: Any) -> Any:
-                data = values = planner.resolve_data(item)
-                if isinstance(data, torch.Tensor) and _te.is_quantized(data):
-                    values = data.dequantize(dtype=data.dtype)  # type: ignore[call-arg]
-                return values
-
-            plain.resolve_data = values_of
-            return stock(self, plan, plain)
-
-        return write_data
+        plain.resolve_data = values_of
+        return stock(self, plan, plain)
 
     wrap_dcp(wrap_narrow, wrap_load, wrap_write)

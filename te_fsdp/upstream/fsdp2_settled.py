@@ -164,7 +164,7 @@ def shorten_fsdp_calls(group: Any, replay: Callable[..., Any]) -> None:
         group.wait_for_unshard = functools.partial(_wait_alone, group, group.wait_for_unshard)
 
 
-_shape, _flat = operator.attrgetter("shape"), operator.methodcaller("view", -1)
+_shape = operator.attrgetter("shape")
 
 
 def _wait_alone(group: Any, stock: Callable[[], None]) -> None:
@@ -179,35 +179,33 @@ def _wait_alone(group: Any, stock: Callable[[], None]) -> None:
         stock()
         return
     has_copied = False
-    replay, now = group.__dict__[GROUP].replay, pass_of(group)
-    for managed in group.fsdp_params:
-        outputs, local, replayed = managed.all_gather_outputs, managed.sharded_param._local_tensor, None
+    for managed, tensors in zip(group.fsdp_params, sent_tensors(group), strict=True):
+        outputs, is_plain = (
+            managed.all_gather_outputs,
+            type(managed.sharded_param._local_tensor) is torch.Tensor,
+        )
         if (
             outputs
             and outputs[0] is managed._sharded_param_data
             and "_unsharded_param" in managed.__dict__
-            and type(local) is torch.Tensor
+            and is_plain
             and managed.param_dtype is None
         ):
             continue
-        has_copied, views = True, managed.gathered_views
-        if views is not None and views[0] is outputs:
-            mesh, module = managed.shard_mesh_from_root, managed._module_info.module
-            replayed = replay(local, mesh, managed._orig_size, module, now)
-        if replayed is not None and views[1] == tuple(map(_shape, replayed[0])) == (torch.Size([0]),):
+        has_copied, data = True, tensors[0]
+        if outputs and data.numel() == outputs[0].numel() == 0 and not is_plain:
             # A quantized shard sends nothing, and its unsharded weight uses its buffers.
-            dtype = managed.param_dtype or managed.orig_dtype
-            local.fsdp_post_all_gather(views[2], replayed[1], dtype, out=managed._unsharded_param)
+            managed.init_unsharded_param()
             continue
-        data = managed.all_gather_inputs[0]
-        managed.init_all_gather_outputs([data.numel()], [data.dtype], 1, group.device)
+        dtype = (is_plain and managed.param_dtype) or data.dtype
+        managed.init_all_gather_outputs([data.numel()], [dtype], 1, group.device)
         target = managed.all_gather_outputs[0]
         storage, size = target.untyped_storage(), target.nbytes
         if storage.nbytes() != size:
             storage.resize_(size)
         # As FSDP2 does: autograd must not take the gathered values for an in-place change of saved tensors.
         with torch.autograd._unsafe_preserve_version_counter(target):
-            target.copy_(data)
+            target.copy_(data.view(-1), non_blocking=True)
         managed.init_unsharded_param()
     group._to_unsharded()
     group._all_gather_result = None
@@ -227,53 +225,39 @@ def sent_tensors(group: Any) -> list[Sequence[torch.Tensor]]:
 
     The metadata of quantized shards is stored for FSDP2. Their hooks run only if they cannot be replayed.
     """
-    record, now = group.__dict__.get(GROUP), pass_of(group)
-    replay, mesh = None if record is None else record.replay, None
+    record, mesh, now = group.__dict__.get(GROUP), None, None  # both are those of the group
+    replay = None if record is None else record.replay
     sent = list[Sequence[torch.Tensor]]()
     for managed in group.fsdp_params:
         local = managed.sharded_param._local_tensor
         if type(local) is torch.Tensor:
             sent.append((managed._sharded_param_data,))
             continue
-        if replay is not None:
-            mesh = mesh or managed.shard_mesh_from_root  # that of the group
-            replayed = replay(local, mesh, managed._orig_size, managed._module_info.module, now)
-            if replayed is not None:
-                extensions = managed._extensions_data
-                tensors, extensions.all_gather_metadata = replayed
-                extensions.all_gather_input_sizes = list(map(_shape, tensors))
-                sent.append(tensors)
-                continue
-        # ``FSDPParam.all_gather_inputs`` inspects the signature of a hook in each all-gather.
         if not hasattr(local, "fsdp_pre_all_gather"):
             sent.append((managed._sharded_param_data,))
-        elif not takes_all(type(local)) or local.shape != managed.padded_sharded_param_size:
-            sent.append(managed.all_gather_inputs)
-        else:
-            sent.append(call_all_gather_hook(managed, local))
+            continue
+        mesh, now = mesh or managed.shard_mesh_from_root, now or pass_of(group)
+        size, module = managed._orig_size, managed._module_info.module
+        replayed = None if replay is None else replay(local, mesh, size, module, now)
+        if replayed is None:
+            if not takes_all(type(local)) or local.shape != managed.padded_sharded_param_size:
+                sent.append(managed.all_gather_inputs)
+                continue
+            # ``FSDPParam.all_gather_inputs`` would inspect the hook's signature in each all-gather.
+            stride = managed._contiguous_orig_stride
+            replayed = local.fsdp_pre_all_gather(mesh, size, stride, module, managed.mp_policy)
+        tensors, metadata = replayed
+        extensions = managed._extensions_data
+        extensions.all_gather_metadata, extensions.all_gather_input_sizes = (
+            metadata,
+            list(map(_shape, tensors)),
+        )
+        sent.append(tensors)
     return sent
 
 
 #: A plain gradient without a Python call. FSDP2 reads it if there is one.
 _plain_gradient: Callable[[Any], Any] = operator.attrgetter("_unsharded_param.grad")
-
-
-class _AllGatherInputs:
-    """FSDP2's property ``all_gather_inputs``, which an instance attribute overrides."""
-
-    def __init__(self, stock: Callable[[Any], list[torch.Tensor]]) -> None:
-        self.stock = stock
-
-    def __get__(self, managed: Any, _: Any) -> list[torch.Tensor]:
-        local = managed.sharded_param._local_tensor
-        if (
-            type(local) is torch.Tensor
-            or managed.sharded_state is not _SHARDED
-            or local.shape != managed.padded_sharded_param_size
-            or not takes_all(type(local))
-        ):
-            return self.stock(managed)
-        return list(map(_flat, call_all_gather_hook(managed, local)))
 
 
 @functools.cache
@@ -318,26 +302,10 @@ def _with_shortcuts(kind: Any, is_dtensor: bool) -> Any:
     answers = {
         "gathered_views": None,  # the all-gather outputs, the shapes of the inputs, and the outputs in these shapes
         "init_unsharded_param": init_unsharded_param,
-        "all_gather_inputs": _AllGatherInputs(kind.all_gather_inputs.fget),
         "unsharded_grad_data": property(unsharded_grad_data if is_dtensor else _plain_gradient),
         "to_sharded_dtensor": to_sharded_dtensor,
     }
     return type(kind.__name__, (kind,), answers)
-
-
-def call_all_gather_hook(managed: Any, local: Any) -> Sequence[torch.Tensor]:
-    """Call the all-gather hook of an evenly sharded parameter and store its metadata as FSDP2 does."""
-    # ``FSDPParam.all_gather_inputs`` would inspect the hook's signature in each all-gather.
-    tensors, metadata = local.fsdp_pre_all_gather(
-        managed.shard_mesh_from_root,
-        managed._orig_size,
-        managed._contiguous_orig_stride,
-        managed._module_info.module,
-        managed.mp_policy,
-    )
-    managed._extensions_data.all_gather_metadata = metadata
-    managed._extensions_data.all_gather_input_sizes = list(map(_shape, tensors))
-    return tensors
 
 
 def pass_of(group: Any) -> tuple[bool, bool]:

@@ -100,7 +100,7 @@ _FSDP2: dict[str, tuple[tuple[str, ...], ...]] = {
         ("shard_mesh", "cached", "torch 2.11 and 2.12"),
         ("init_all_gather_outputs, free_unsharded_param", "no copy over a shard axis of size 1"),
         (
-            "all_gather_inputs, init_unsharded_param, to_sharded_dtensor, unsharded_grad_data",
+            "init_unsharded_param, to_sharded_dtensor, unsharded_grad_data",
             "one call if nothing is cast, moved, padded or accumulated",
         ),
     ),
@@ -304,6 +304,16 @@ _OWNERS: dict[str, Callable[[], Iterable[Any]]] = {
     "states": lambda: [_te.te().optimizers.FusedAdam],
     "states of dicts": lambda: [_te.te().optimizers.FusedAdam],
 }
+
+
+def wrapping(call: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Return what makes a replacement that calls ``call`` with the replaced function and the arguments. A decorator."""
+
+    # One more Python call: not for replacements that run in each step.
+    def make(stock: Any) -> Any:
+        return functools.wraps(stock)(lambda *args, **named: call(stock, *args, **named))
+
+    return functools.wraps(call)(make)
 
 
 #: The classes and modules that :func:`replace_once` has changed in this process, and the attributes.

@@ -19,7 +19,7 @@ from torch.distributed.tensor._ops import _tensor_ops
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree
 
-from te_fsdp.upstream.patches import replace_once
+from te_fsdp.upstream.patches import replace_once, wrapping
 from te_fsdp.upstream.torch_dtensor import shard_dim_of, shifted, strided_shard
 
 _watched = threading.local()
@@ -153,22 +153,21 @@ def communicate_all_dtypes() -> None:
 
         return communicate
 
-    def broadcast_bits(stock: Any) -> Any:
-        @functools.wraps(stock)
-        def broadcast(full: dict[str, Any], local: dict[str, Any], keys: Any, *args: Any) -> None:
-            for key in keys:
-                dtype, received = full[key].dtype, local
-                if bits := SAME_SIZE.get(dtype):
-                    value, received = full[key], {key: torch.empty(0)}
-                    is_info = isinstance(value, _state_dict_utils._TensorInfo)
-                    full[key] = type(value)(value.size, bits) if is_info else value.view(bits)
-                stock(full, received, [key], *args)
-                if bits and (target := local.get(key)) is not None:
-                    value = received[key].view(dtype)
-                    local[key] = (target, value) if isinstance(target, DTensor) else value
-                    _state_dict_utils._distribute_tensors(local, [key], *args)
-
-        return broadcast
+    @wrapping
+    def broadcast_bits(
+        stock: Any, full: dict[str, Any], local: dict[str, Any], keys: Any, *args: Any
+    ) -> None:
+        for key in keys:
+            dtype, received = full[key].dtype, local
+            if bits := SAME_SIZE.get(dtype):
+                value, received = full[key], {key: torch.empty(0)}
+                is_info = isinstance(value, _state_dict_utils._TensorInfo)
+                full[key] = type(value)(value.size, bits) if is_info else value.view(bits)
+            stock(full, received, [key], *args)
+            if bits and (target := local.get(key)) is not None:
+                value = received[key].view(dtype)
+                local[key] = (target, value) if isinstance(target, DTensor) else value
+                _state_dict_utils._distribute_tensors(local, [key], *args)
 
     for owner in (_api, _dispatch, _redistribute):
         replace_once(owner, "redistribute_local_tensor", of_bits)
