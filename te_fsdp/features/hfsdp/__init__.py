@@ -7,7 +7,6 @@
             .shard  OptimizerShard                        this rank's rows, process group of the replicas
         .averages
           OuterAverages         gradients.py              averages of gradients over the replicas
-            .frozen  FrozenGradients                      gradients.py: frozen parameters with a gradient
             .early  EarlyAverages                         overlap.py: those that start during backward
               ._plan  _OverlapPlan                         one GradientAveraging for each unit
             ._averaging  GradientAveraging                overlap.py: the others, in the step

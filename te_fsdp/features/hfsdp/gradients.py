@@ -36,43 +36,64 @@ from te_fsdp.upstream import (
 # ``requires_grad`` does not matter, also if it was set after the backward. Replicas average the gradients of the
 # same parameters, but one of them alone may have a gradient. So they compare once after a parameter was frozen, and
 # again after it was trained in a forward. Other steps send nothing for frozen parameters.
-class FrozenGradients:
-    """Record of the frozen parameters of one optimizer that have a gradient on any replica.
+#
+# [Note: averages over replicas] With ``outer_strategy="optim"`` (HFSDP) ``parameter.grad`` is the average within one
+# replica. The average over replicas is computed on demand (by a step or a norm). It consists of this rank's rows, as
+# the gradient of the main parameter that the optimizer updates. It is computed once and is valid while the underlying
+# gradient does not change.
+class OuterAverages:
+    """Averages of one optimizer's gradients over replicas; ``early`` contains those that start during backward.
 
-    ``sharded`` returns the optimizer's parameters with sharded state.
+    Methods that compute or complete averages raise OrderError if gradients have changed since they were averaged.
+    Main parameters are found by ``id`` of the parameter, and ``lookup`` updates them as a step does. ``sharded``
+    returns those with sharded state.
     """
 
-    def __init__(self, sharded: Callable[[], list[MainParameter]]) -> None:
-        self._sharded = sharded
+    def __init__(
+        self,
+        by_id: dict[int, MainParameter],
+        sharded: Callable[[], list[MainParameter]],
+        lookup: Callable[[Sequence[torch.Tensor]], Any],
+    ) -> None:
+        self._by_id, self._lookup, self._sharded = by_id, lookup, sharded
         #: Frozen parameters -> whether any replica has a gradient. Identical on all replicas.
-        self._has_gradient: dict[MainParameter, bool] = {}
+        self._frozen: dict[MainParameter, bool] = {}
+        # The shards are in the optimizer's order, which is identical on all replicas.
+        self.early = EarlyAverages(lambda: [p.shard for p in self.averaged() if not p.shard.reduced])
+        self._averaging = GradientAveraging(())  # for the gradients of the last step
+        # Factor by which averages were multiplied after they were computed. The underlying gradients were not.
+        self._factor: torch.Tensor | None = None
+
+    @property
+    def ready(self) -> dict[int, MainParameter]:
+        """Return the main parameters whose averaged gradient is available, keyed by id(parameter)."""
+        return {key: pair for key, pair in self._by_id.items() if pair.source is not None}
 
     def averaged(self) -> list[MainParameter]:
         """Return the parameters whose gradients are averaged, in the same order on all replicas. Local operation."""
-        has_gradient = self._has_gradient
         return [
             pair
             for pair in self._sharded()
-            if pair.parameter.requires_grad or (has_gradient and has_gradient.get(pair))
+            if pair.parameter.requires_grad or (self._frozen and self._frozen.get(pair))
         ]
 
-    def before_forward(self) -> None:
-        """Drop the entries of parameters that are trained again. Local operation."""
-        for pair in [pair for pair in self._has_gradient if pair.parameter.requires_grad]:
-            del self._has_gradient[pair]
+    def drop_trained(self) -> None:
+        """Drop the entries of frozen parameters that are trained again. Local operation."""
+        for pair in [pair for pair in self._frozen if pair.parameter.requires_grad]:
+            del self._frozen[pair]
 
-    def compare(self) -> None:
+    def compare_frozen(self) -> None:
         """Determine which parameters that were frozen since the previous call have a gradient on any replica.
 
         Collective over the replicas if there are such parameters: one all-reduce of an integer per parameter. Raises
         OrderError for other frozen parameters with a gradient.
         """
-        self.before_forward()
+        self.drop_trained()
         new: list[MainParameter] = []
         for pair in self._sharded():
             if pair.parameter.requires_grad:
                 continue
-            known = self._has_gradient.get(pair)
+            known = self._frozen.get(pair)
             if known is None:
                 new.append(pair)
             elif not known and gradient_of(pair.parameter) is not None:
@@ -92,55 +113,16 @@ class FrozenGradients:
                 flags = torch.tensor(found, dtype=torch.int32, device=device)
                 maximum(flags, pairs[0].shard.group)
                 found = list(map(bool, flags.tolist()))
-            self._has_gradient.update(zip(pairs, found, strict=True))
-
-    def unused(self, pair: MainParameter) -> None:
-        """Record that no replica has a gradient of a parameter. Local operation."""
-        if pair in self._has_gradient:
-            self._has_gradient[pair] = False
-
-
-# [Note: averages over replicas] With ``outer_strategy="optim"`` (HFSDP) ``parameter.grad`` is the average within one
-# replica. The average over replicas is computed on demand (by a step or a norm). It consists of this rank's rows, as
-# the gradient of the main parameter that the optimizer updates. It is computed once and is valid while the underlying
-# gradient does not change.
-class OuterAverages:
-    """Averages of one optimizer's gradients over replicas; ``early`` contains those that start during backward.
-
-    Methods that compute or complete averages raise OrderError if gradients have changed since they were averaged.
-    Main parameters are found by ``id`` of the parameter, ``sharded`` as for :class:`FrozenGradients`, and ``lookup``
-    updates them as a step does.
-    """
-
-    def __init__(
-        self,
-        by_id: dict[int, MainParameter],
-        sharded: Callable[[], list[MainParameter]],
-        lookup: Callable[[Sequence[torch.Tensor]], Any],
-    ) -> None:
-        self._by_id, self._lookup = by_id, lookup
-        self.frozen = frozen = FrozenGradients(sharded)
-        # The shards are in the optimizer's order, which is identical on all replicas.
-        self.early = EarlyAverages(
-            lambda: [pair.shard for pair in frozen.averaged() if not pair.shard.reduced]
-        )
-        self._averaging = GradientAveraging(())  # for the gradients of the last step
-        # Factor by which averages were multiplied after they were computed. The underlying gradients were not.
-        self._factor: torch.Tensor | None = None
-
-    @property
-    def ready(self) -> dict[int, MainParameter]:
-        """Return the main parameters whose averaged gradient is available, keyed by id(parameter)."""
-        return {key: pair for key, pair in self._by_id.items() if pair.source is not None}
+            self._frozen.update(zip(pairs, found, strict=True))
 
     def average(self) -> None:
         """Average the gradients of parameters with sharded state over their replicas, unless done already.
 
         Collective over the replicas: one reduce-scatter per replica group and dtype, or the rest of those that started
-        during backward, and :meth:`FrozenGradients.compare`. The parameters' own gradients are not changed.
+        during backward, and :meth:`compare_frozen`. The parameters' own gradients are not changed.
         """
-        self.frozen.compare()
-        sharded = self.frozen.averaged()
+        self.compare_frozen()
+        sharded = self.averaged()
         gradients = gradients_of([pair.parameter for pair in sharded])
         if not sharded or self._is_done(sharded, gradients):
             return
@@ -172,7 +154,8 @@ class OuterAverages:
             else:  # equal on all replicas, so that it is only sliced
                 rows = None if local is None else shard.of(local).to(shard.dtype, copy=True).contiguous()
             if rows is None:
-                self.frozen.unused(pair)
+                if pair in self._frozen:
+                    self._frozen[pair] = False
                 continue
             if source is None:  # other replicas have one, so this rank participates like them
                 source = parameter.grad = _torch.zero_gradient(parameter)
@@ -380,18 +363,18 @@ class ShardedOptimizer(Component):
         self._state = weakref.ref(state)
         #: Averages of the optimizer's gradients; ``None`` until :func:`te_fsdp.shard_optimizer` is called.
         self.averages: OuterAverages | None = None
-        self._frozen = weakref.WeakSet[FrozenGradients]()  # of all optimizers of the model
+        self._all = weakref.WeakSet[OuterAverages]()  # of all optimizers of the model
         state.components.attach(self)
 
     def add(self, averages: OuterAverages) -> None:
         """Set the averages of a further optimizer. Local operation."""
         self.averages = averages
-        self._frozen.add(averages.frozen)
+        self._all.add(averages)
 
     def before_forward(self) -> None:
         """Drop the entries of frozen parameters that are trained again. Local operation."""
-        for frozen in self._frozen:
-            frozen.before_forward()
+        for averages in self._all:
+            averages.drop_trained()
 
     def zero_grad(self, parameters: Collection[torch.Tensor]) -> None:
         """Drop the averages of these parameters' gradients. Local operation."""
