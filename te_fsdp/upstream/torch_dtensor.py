@@ -445,6 +445,11 @@ def is_copied_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     return "_warned_capturable_if_run_uncaptured" not in optimizer.__dict__
 
 
+def has_own_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer has hooks of its own before its step (``_optimizer_step_pre_hooks``)."""
+    return bool(optimizer._optimizer_step_pre_hooks)
+
+
 def muon_arithmetic() -> tuple[Callable[..., torch.Tensor], Callable[..., float]]:
     """Return Muon's functions: orthogonalize a matrix, adjust the learning rate to a shape."""
     # ``torch.optim._muon``, torch 2.11. ``torch.optim.Muon`` applies them to complete parameters only.
