@@ -32,10 +32,21 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+#: Concatenates the axes of submeshes of one mesh (``DeviceMesh._concatenate``).
+concatenate_meshes: Callable[[list[DeviceMesh]], DeviceMesh] = DeviceMesh._concatenate
 
-def concatenated_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
-    """Concatenate the axes of two submeshes of one mesh (``DeviceMesh._concatenate``)."""
-    return type(first)._concatenate([first, second])
+
+def explain_concatenations(explain: Callable[[list[DeviceMesh], Exception], None]) -> None:
+    """Call a function with the meshes that torch's ``fully_shard`` cannot concatenate, and torch's error. Local."""
+
+    def _concatenate(meshes: list[DeviceMesh]) -> DeviceMesh:
+        try:
+            return concatenate_meshes(meshes)
+        except (RuntimeError, TypeError) as error:
+            explain(meshes, error)
+            raise
+
+    DeviceMesh._concatenate = staticmethod(_concatenate)
 
 
 #: 1-D flattening of a mesh under a name, row-major, cached by torch on the root mesh (``DeviceMesh._flatten``).
