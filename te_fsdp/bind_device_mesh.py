@@ -50,7 +50,7 @@ from te_fsdp.modules.mixin import (
 from te_fsdp.modules.options import check_divisible
 from te_fsdp.modules.plan import ModuleMeshes, ModulePlan, plan_modules
 from te_fsdp.modules.state_loading import fit_main_weight, watch_loading
-from te_fsdp.modules.torch_units import bound_models, reshard_units
+from te_fsdp.modules.torch_units import bound_models, explain_mesh, reshard_units
 from te_fsdp.modules.user_dtensors import on_te_fsdp_mesh
 from te_fsdp.quantized.amax import refresh_quantized
 from te_fsdp.quantized.boxed import describe_shards
@@ -278,6 +278,7 @@ def bind(model: nn.Module, planned: Collection[ModulePlan]) -> None:
     count_writes_to_data(PARAMETER)
     add_unsharded_inputs()
     unscale_over_all_meshes()
+    _torch.explain_concatenations(explain_mesh)
     patch_loading()
     patch_expert_loading()
     if _te.is_loaded():

@@ -179,7 +179,7 @@ def mesh_of_experts(ep_mesh: DeviceMesh, tp_mesh: DeviceMesh | None, label: str)
         return ep_mesh
     try:
         # torch concatenates slices of one mesh only.
-        return _torch.concatenated_meshes(ep_mesh, tp_mesh)
+        return _torch.concatenate_meshes([ep_mesh, tp_mesh])
     except RuntimeError as error:
         raise MeshError(
             f"{label}: ep_mesh and tp_mesh of a parameter that contains all experts",

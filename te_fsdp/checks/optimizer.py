@@ -41,6 +41,7 @@ from te_fsdp.records import (
     KEEPS_MAIN_WEIGHTS,
     MODULE,
     PARAMETER,
+    binding_of,
     get_or_create_record,
     get_record,
     label_of,
@@ -143,6 +144,54 @@ def _sharded_kinds() -> dict[tuple[Any, ...], str]:
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
 
+def refuse_copied_values(step: Step) -> bool:
+    """Raise for tensors without gradients that have the values of trained parameters. Local operation.
+
+    Return whether the parameters can be regarded as checked: there were gradients.
+    """
+    params = {id(p): p for group in step.optimizer.param_groups for p in group["params"]}
+    # A closure or a hook may assign gradients later. Classes outside of torch may compute them in the step.
+    is_known = type(step.optimizer).__module__.startswith("torch.optim.") or _te.is_fused_adam(step.optimizer)
+    if step.closure is not None or not is_known or _torch.has_own_step_hooks(step.optimizer):
+        return True
+    idle = {key: p for key, p in params.items() if gradient_of(p) is None and not get_record(p)}
+    has_gradients = len(idle) < len(params)
+    shapes: set[torch.Size] = set()
+    memory: dict[int, str] = {}
+    for module in modules_of_process() if idle else ():
+        for name, registered in module.__dict__.get("_parameters", {}).items():
+            idle.pop(id(registered), None)
+            if registered is None or get_record(registered) is None:
+                continue
+            shard = shard_of(registered)
+            if gradient_of(shard) is not None:
+                local, binding = _torch.local_of(shard), binding_of(module)
+                label = binding.label(name) if binding is not None else f"{type(module).__name__}.{name}"
+                shapes |= {shard.shape, local.shape}
+                if not _te.is_quantized(local):
+                    memory[_torch.memory_id(local)] = label
+    local_params = [(p, _torch.local_of(p)) for p in idle.values()]
+    views = [
+        memory.get(_torch.memory_id(t)) for _, t in local_params if not _te.is_quantized(t) and t.numel()
+    ]
+    names = list(filter(None, views))
+    # Copies have their own memory. They are recognized if all tensors could be copies, and none has a gradient.
+    are_copies = len(idle) == len(params) and all(p.shape in shapes for p in idle.values())
+    if names or (are_copies and any(p.dim() > 1 for p in idle.values())):
+        what = names[0] if names else f"a tensor of shape {tuple(next(iter(params.values())).shape)}"
+        more = f", and {max(len(names), 1) - 1} more of its {len(params)}" if len(names) > 1 else ""
+        raise OrderError(
+            f"{step.where}: {what}{more}",
+            expected="the model's parameters",
+            got="a different tensor "
+            + ("with the memory of this one" if names else "without a gradient")
+            + ", as detach, .data, clone and state_dict return",
+            why="Gradients are assigned to the model's parameter: the step would change nothing",
+            fix="build the optimizer from model.parameters(), or assign .grad of its tensors before the step",
+        )
+    return has_gradients or bool(shapes)
+
+
 def refuse_gathered_by_torch(step: Step) -> None:
     """Raise for unsharded parameters of units of torch's own ``fully_shard``, from a call of ``unshard``. Local."""
     params = {id(p): p for group in step.optimizer.param_groups for p in group["params"]}
@@ -153,7 +202,8 @@ def refuse_gathered_by_torch(step: Step) -> None:
             raise _gathered(
                 step, parameter, "while a unit is unsharded", "before unshard(), or after reshard()"
             )
-    _checked[step.optimizer] = len(params)
+    if refuse_copied_values(step):
+        _checked[step.optimizer] = len(params)
 
 
 def refuse_gathered(step: Step) -> None:
@@ -227,6 +277,7 @@ def check_first_step(step: Step) -> None:
         mesh = state.meshes.device_mesh
         with collective_call("first step of an optimizer", mesh), raised_on_all_ranks(mesh, step.where):
             refuse_changed_parameters(state)
+            refuse_copied_values(step)
             needed = _states_of(step.optimizer)
             for parameter in parameters if needed else ():
                 state_keys = {name for name in step.optimizer.state.get(parameter, {}) if name != MAIN}

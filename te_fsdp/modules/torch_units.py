@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from te_fsdp.errors import MeshError
 from te_fsdp.lifecycle import Step, runs_if
 from te_fsdp.mesh_checks import check_ascending
 from te_fsdp.records import binding_of, get_record, module_record
@@ -43,6 +45,23 @@ def unsharded_params() -> Iterator[torch.Tensor]:
                 for parameter, managed in _fsdp2.unsharded_parameters(unit):
                     if parameter is not _fsdp2.sharded_param_of(managed):
                         yield parameter
+
+
+def explain_mesh(meshes: list[DeviceMesh], error: Exception) -> None:
+    """Raise for a mesh that torch's ``fully_shard`` cannot combine with the one of a bound parameter. Local operation.
+
+    ``meshes`` are those of the call and of the parameter; ``error`` is torch's.
+    """
+    for model in list(bound_models):
+        for name, parameter in model.named_parameters():
+            if isinstance(parameter, DTensor) and parameter.device_mesh is meshes[-1]:
+                raise MeshError(
+                    f"fully_shard: mesh of a unit of {type(model).__name__}, whose {name} is on {meshes[-1]}",
+                    expected="data-parallel axes with names, of the mesh from which tp_mesh and ep_mesh were sliced",
+                    got=f"{meshes[0]}; without mesh= torch takes one axis over all ranks",
+                    why=f"FSDP2 adds the axes of the parameter to those of the call ({error})",
+                    fix='fully_shard(module, mesh=mesh["dp_shard"]), or mesh=te_fsdp.Meshes(...).fsdp',
+                ) from error
 
 
 @runs_if("has_bound_params")

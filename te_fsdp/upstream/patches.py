@@ -80,6 +80,7 @@ _FSDP2: dict[str, tuple[tuple[str, ...], ...]] = {
             "refuse rows in the order of the ranks, which `torch.load` has read",
         ),
     ),
+    "`DeviceMesh`": (("_concatenate", "names the mesh that torch's `fully_shard` needs"),),
     "units of torch's `fully_shard` after `set_device_mesh`": (
         (
             "unshard of `FSDPParamGroup`, _post_forward of `FSDPState`",

@@ -32,10 +32,21 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+#: Concatenates the axes of submeshes of one mesh (``DeviceMesh._concatenate``).
+concatenate_meshes: Callable[[list[DeviceMesh]], DeviceMesh] = DeviceMesh._concatenate
 
-def concatenated_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
-    """Concatenate the axes of two submeshes of one mesh (``DeviceMesh._concatenate``)."""
-    return type(first)._concatenate([first, second])
+
+def explain_concatenations(explain: Callable[[list[DeviceMesh], Exception], None]) -> None:
+    """Call a function with the meshes that torch's ``fully_shard`` cannot concatenate, and torch's error. Local."""
+
+    def _concatenate(meshes: list[DeviceMesh]) -> DeviceMesh:
+        try:
+            return concatenate_meshes(meshes)
+        except (RuntimeError, TypeError) as error:
+            explain(meshes, error)
+            raise
+
+    DeviceMesh._concatenate = staticmethod(_concatenate)
 
 
 #: 1-D flattening of a mesh under a name, row-major, cached by torch on the root mesh (``DeviceMesh._flatten``).
@@ -443,6 +454,11 @@ def is_copied_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     # Only the constructor sets ``_warned_capturable_if_run_uncaptured``, which ``Optimizer.__getstate__``
     # omits.
     return "_warned_capturable_if_run_uncaptured" not in optimizer.__dict__
+
+
+def has_own_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer has hooks of its own before its step (``_optimizer_step_pre_hooks``)."""
+    return bool(optimizer._optimizer_step_pre_hooks)
 
 
 def muon_arithmetic() -> tuple[Callable[..., torch.Tensor], Callable[..., float]]:

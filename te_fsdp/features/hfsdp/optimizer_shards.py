@@ -209,7 +209,7 @@ def optimizer_shard(parameter: torch.Tensor) -> OptimizerShard | None:
         # created when the model was sharded, for reductions of gradients
         name = "data" if root is meshes.device_mesh else "expert_data"
         mesh = root[axes] if len(axes) == 1 else _torch.flatten_mesh(root[axes], name)
-        mesh = mesh if param_mesh is None else _torch.concatenated_meshes(mesh, param_mesh)
+        mesh = mesh if param_mesh is None else _torch.concatenate_meshes([mesh, param_mesh])
         return OptimizerShard(parameter, mesh, reduced=True, sums=False)
     assert param_mesh is not None and param_mesh.mesh_dim_names is not None
     mesh = root[(*axes, *param_mesh.mesh_dim_names)]

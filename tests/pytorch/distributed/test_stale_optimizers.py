@@ -56,6 +56,34 @@ def test_one_stale_parameter_raises(pool):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize(("route", "tp"), [("torch", 1), ("torch", 2), ("te_fsdp alone", 1)])
+@pytest.mark.parametrize("kind", list(stale_optimizers.COPIES))
+def test_optimizer_of_copied_values_raises(pool, kind, route, tp):
+    """Check optimizers of tensors that no backward gives gradients. They trained nothing, without an error."""
+    has_memory = kind not in ("clone", "full")
+    what = "up.weight" if has_memory else "a tensor of shape "
+    how = {"route": route, "tp": tp, "kind": kind}
+    for text, _ in pool.run(stale_optimizers.step_on_copies, 2, **how, name="AdamW", assigned=""):
+        assert text.startswith(f"AdamW.step: {what}")
+        assert "expected the model's parameters, got a different tensor" in text
+        assert "Fix: build the optimizer from model.parameters()" in text
+    # The same program with gradients, which it assigns itself, trains. Clones it must copy back.
+    for assigned in ("before", "hook") if kind in ("local", "flat") else ():
+        for text, changed in pool.run(
+            stale_optimizers.step_on_copies, 2, **how, name="AdamW", assigned=assigned
+        ):
+            assert text == "" and all(changed)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", list(stale_optimizers.OPTIMIZERS))
+def test_every_optimizer_of_copied_values_raises(pool, name):
+    how = {"route": "torch", "tp": 2, "kind": "local", "name": name, "assigned": ""}
+    for text, _ in pool.run(stale_optimizers.step_on_copies, 2, **how):
+        assert text.startswith(f"{name}.step: up.weight, and 5 more of its 6")
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "body",
     [

@@ -39,6 +39,19 @@ def test_gradient_hooks_raise(pool, parameter, when):
     )
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("mesh", ["none", "job", "tp", "weight", "group"])
+def test_wrong_mesh_raises(pool, mesh):
+    """Check meshes that torch cannot combine with ``tp``. Its errors named no parameter and no mesh to pass."""
+    for name, text in pool.run(torch_fully_shard.error_of_mesh, 4, mesh=mesh):
+        assert name == "MeshError"
+        assert (
+            text.startswith("fully_shard: mesh of a unit of ") and "whose fc.weight is on DeviceMesh(" in text
+        )
+        assert 'Fix: fully_shard(module, mesh=mesh["dp_shard"])' in text
+    assert pool.run(torch_fully_shard.error_of_mesh, 4, mesh="dp") == [("", "")] * 4
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("program", ["create_graph", "retain_graph", "two forwards", "recomputed"])
 def test_second_backward_and_create_graph_raise(pool, program):

@@ -12,6 +12,7 @@ import harness
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
+from torch.distributed.tensor import DTensor
 
 from parity.models import HIDDEN
 
@@ -132,6 +133,51 @@ def error_of_one_stale_parameter() -> str:
     return ""
 
 
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+#: Tensors with the values of parameters, which no backward gives gradients.
+COPIES: dict[str, Callable[[list[torch.Tensor]], list[torch.Tensor]]] = {
+    "local": lambda params: [_local(p).detach().requires_grad_() for p in params],
+    "one": lambda params: [_local(params[0]).detach(), *params[1:]],
+    "data": lambda params: [p.data for p in params],
+    "flat": lambda params: [nn.Parameter(_local(p).detach().view(-1)) for p in params],
+    "clone": lambda params: [nn.Parameter(_local(p).detach().clone()) for p in params],
+    "full": lambda params: [nn.Parameter(harness.full(p).detach().clone()) for p in params],
+}
+
+
+def step_on_copies(route: str, tp: int, kind: str, name: str, assigned: str) -> tuple[str, list[bool]]:
+    """Return the error of an optimizer over copies or views of parameters, and which weights changed.
+
+    ``assigned``: the program assigns gradients before the step (``"before"``), in a hook of it (``"hook"``), or never.
+    """
+    import te_fsdp
+
+    model = _prepared(route, tp, lambda model, now: None)
+    params = list(model.parameters())
+    tensors = COPIES[kind](params)
+    optimizer = OPTIMIZERS[name](tensors)
+
+    def assign(*_: Any) -> None:
+        for tensor, parameter in zip(tensors, params, strict=True):
+            gradient = _local(parameter.grad) if tensor is not parameter else parameter.grad
+            tensor.grad = gradient.view(tensor.shape)
+
+    if assigned == "hook":
+        optimizer.register_step_pre_hook(assign)
+    before = [harness.full(p).clone() for p in params]
+    try:
+        model(torch.ones(4, HIDDEN, device=harness.device())).square().mean().backward()
+        if assigned == "before":
+            assign()
+        optimizer.step()
+    except te_fsdp.OrderError as error:
+        return str(error), []
+    return "", [not torch.equal(harness.full(p), b) for p, b in zip(params, before, strict=True)]
+
+
 def step_unrelated_optimizers() -> None:
     """Step optimizers of other models, of models that share a parameter, of deleted ones and of copies."""
     plain = Model(harness.device())
@@ -148,6 +194,8 @@ def step_unrelated_optimizers() -> None:
         assert any(
             not torch.equal(harness.full(p), b) for p, b in zip(model.parameters(), before, strict=True)
         )
+    # Tensors of no module without gradients, as those that a first step does not use.
+    torch.optim.SGD([torch.ones(HIDDEN, 3), torch.ones(HIDDEN, HIDDEN)], lr=0.1).step()
     del first, model
     gc.collect()
     optimizers[2][1].step()  # of a model that is gone

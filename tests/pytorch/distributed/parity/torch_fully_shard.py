@@ -8,6 +8,8 @@ from typing import Any
 import harness
 import torch
 from strategies.models import SEED, Model, batch, one_process
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 LEARNING_RATE = 0.5
@@ -263,3 +265,26 @@ def _nested() -> tuple[Any, Any, Any]:
     te_fsdp.fully_shard(model, meshes)
     te_fsdp.materialize(model, seed=SEED)
     return meshes, model, one_process()
+
+
+def error_of_mesh(mesh: str) -> tuple[str, str]:
+    """Return class and text of the error of torch's ``fully_shard`` over a mesh, for a model with ``tp``."""
+    import transformer_engine.pytorch as te
+
+    import te_fsdp
+
+    job = init_device_mesh(harness.device_type(), (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    meshes = te_fsdp.Meshes.from_device_mesh(job)
+    model = nn.Module()
+    model.fc = te.Linear(
+        8, 8, parallel_mode="column", tp_size=2, tp_group=job["tp"].get_group(), device="meta"
+    )
+    te_fsdp.set_device_mesh(model, meshes.tp, meshes.weight)
+    passed = {"job": job, "tp": job["tp"], "weight": meshes.weight, "dp": job["dp_shard"]}
+    if mesh == "group":
+        passed["group"] = DeviceMesh.from_group(job["dp_shard"].get_group(), harness.device_type())
+    try:
+        fully_shard(model, **({} if mesh == "none" else {"mesh": passed[mesh]}))
+    except (te_fsdp.TeFsdpError, RuntimeError, TypeError) as error:
+        return type(error).__name__, str(error)
+    return "", ""
