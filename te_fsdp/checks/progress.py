@@ -90,7 +90,8 @@ class Progress:
 
     def count(self, state: ShardedModel) -> None:
         """Count a backward that begins. Local operation."""
-        mode, extent = state.sync.mode, extent_of_reductions(state)
+        mode, is_known = state.sync.mode, self._replica is None and not state.computed.setter
+        extent = 2 if is_known else extent_of_reductions(state)
         communicates = self._gathers or extent > 0 if state.computed.setter else mode in self.modes
         self.microbatches += communicates
         # HFSDP reduces over the replicas in the step.
