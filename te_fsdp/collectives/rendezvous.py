@@ -183,10 +183,21 @@ def errors_interrupt() -> Iterator[None]:
         raise
 
 
+def full_name(call: str) -> str:
+    """Return the name of a call for messages: te_fsdp's, or that of a method or function of a different owner."""
+    owner = call.partition(".")[0]
+    is_other = (
+        owner != call
+        and owner.isidentifier()
+        and owner not in ("Meshes", "Muon", "checkpoint", "huggingface")
+    )
+    return call if is_other else f"te_fsdp.{call}"
+
+
 def ended_error(call: str, ended: list[int], size: int, own: Exception | None = None) -> CollectiveError:
     """Return the error for ranks that have ended. ``own`` is this rank's error, if the collective has raised one."""
     return _with_end(
-        f"te_fsdp.{call}: {format_ranks(ended)} {'has' if len(ended) == 1 else 'have'} ended",
+        f"{full_name(call)}: {format_ranks(ended)} {'has' if len(ended) == 1 else 'have'} ended",
         expected=f"the call on all {size} ranks",
         got="an ended process (its connection is closed)"
         + (f", and here {type(own).__name__}: {(str(own).splitlines() or [''])[0][:200]}" if own else ""),
@@ -209,7 +220,7 @@ def store_errors(call: str) -> Iterator[None]:
     except (dist.DistError, ConnectionError) as lost:
         holder = "torchrun's agent" if _agent_has_store() else "rank 0"
         raise _with_end(
-            f"te_fsdp.{call}: {holder}, which hosts the store of torch.distributed, has ended",
+            f"{full_name(call)}: {holder}, which hosts the store of torch.distributed, has ended",
             got=f"{type(lost).__name__}: {str(lost).splitlines()[0]:.200}",
         ) from lost
 
@@ -308,7 +319,7 @@ class Rendezvous:
     def interrupt(self, error: BaseException) -> None:
         """Let the other ranks raise, in this call or the next one. Local operation."""
         text = message(
-            f"te_fsdp.{self.call}: interrupted on rank {self.own_rank} by {type(error).__name__}",
+            f"{full_name(self.call)}: interrupted on rank {self.own_rank} by {type(error).__name__}",
             expected=f"the call to its end on all {len(self.ranks)} ranks",
             got=f"{error!r:.200} on rank {self.own_rank}, which the script has caught",
             why="Ranks wait for each other in collectives of the call",
@@ -382,7 +393,7 @@ class Rendezvous:
             if waited >= timeout:
                 arrived = self.store.add(f"{self.number}/came", 0)
                 error = message(
-                    f"te_fsdp.{self.call}: {self._format_missing(arrived)} not called it",
+                    f"{full_name(self.call)}: {self._format_missing(arrived)} not called it",
                     expected=f"the call on all {len(self.ranks)} ranks",
                     got=f"the call on {arrived} of them after {waited:.0f} s",
                     why="It is a collective call; the ranks that made it have timed out",
@@ -425,8 +436,8 @@ class Rendezvous:
             self._write_outcome(self._different_calls_error().encode())
         elif arrived < len(self.ranks):
             _log.warning(
-                "te_fsdp.%s: rank %d has waited %.0f s. Of %d ranks, %s not called it yet. All of them must call it.",
-                self.call,
+                "%s: rank %d has waited %.0f s. Of %d ranks, %s not called it yet. All of them must call it.",
+                full_name(self.call),
                 dist.get_rank(),
                 waited,
                 len(self.ranks),
@@ -440,9 +451,9 @@ class Rendezvous:
             # get would block for a rank that has not arrived.
             if self.store.check([f"{self.number}/{rank}"]):
                 named.setdefault(self.store.get(f"{self.number}/{rank}").decode(), []).append(rank)
-        calls = "; ".join(f"{format_ranks(ranks)} in te_fsdp.{call}" for call, ranks in named.items())
+        calls = "; ".join(f"{format_ranks(ranks)} in {full_name(call)}" for call, ranks in named.items())
         return message(
-            f"te_fsdp.{self.call}: the ranks are in different calls",
+            f"{full_name(self.call)}: the ranks are in different calls",
             expected=f"the same call on all {len(self.ranks)} ranks",
             got=calls,
             why="Mismatched collective calls would wait for each other forever",

@@ -90,15 +90,25 @@ def _update_main_weight(optimizer: Any, parameter: torch.Tensor) -> None:
     main, value = _new_main_weight(optimizer, parameter)
     if main is None or value is None:
         return
-    if main.dtype == torch.float32:
+    if main is optimizer.state[parameter][MAIN]:
         _torch.local_of(main).copy_(value)
     else:  # a scaled main weight of FusedAdam
         optimizer.set_scaled_state(parameter, MAIN, value)
 
 
-def _new_main_weight(optimizer: Any, parameter: torch.Tensor) -> tuple[Any, torch.Tensor | None]:
-    """Return a main weight, and its fp32 values for the parameter's present ones; ``None`` if it needs no update."""
+def unscaled_main_weight(optimizer: Any, parameter: torch.Tensor) -> Any:
+    """Return a main weight without FusedAdam's scale, in fp32; remainders (int16) and ``None`` unchanged. Local."""
     main = optimizer.state.get(parameter, {}).get(MAIN)
+    if main is None or main.dtype in (torch.float32, torch.int16):
+        return main
+    if not _torch.local_of(main).numel():  # has no scale
+        return main.float()
+    return _torch.placed_like(optimizer.get_unscaled_state(parameter, MAIN), main)
+
+
+def _new_main_weight(optimizer: Any, parameter: torch.Tensor) -> tuple[Any, torch.Tensor | None]:
+    """Return :func:`unscaled_main_weight`, and its values for the parameter's present ones; ``None`` without update."""
+    main = unscaled_main_weight(optimizer, parameter)
     # Remainders (int16) complete the parameter's own bits.
     if main is None or not _torch.local_of(main).numel() or main.dtype == torch.int16:
         return main, None
@@ -106,8 +116,7 @@ def _new_main_weight(optimizer: Any, parameter: torch.Tensor) -> tuple[Any, torc
     shard = optimizer_shard_in(optimizer, parameter)
     if shard is not None:
         rounded = RoundedValues(*map(shard.of, rounded))
-    exact = main if main.dtype == torch.float32 else optimizer.get_unscaled_state(parameter, MAIN)
-    return main, rounded.keep(_torch.local_of(exact).float())
+    return main, rounded.keep(_torch.local_of(main))
 
 
 @torch.no_grad()
@@ -124,8 +133,8 @@ def written_main_weights(optimizer: Any) -> dict[int, torch.Tensor]:
     )
     for parameter in _written_since(weight_versions(optimizer, recorded), recorded):
         main, value = _new_main_weight(optimizer, parameter)
-        if value is not None and not torch.equal(value, _torch.local_of(main).float()):
-            copies[id(parameter)] = _torch.placed_like(value.to(main.dtype), main)
+        if value is not None and not torch.equal(value, _torch.local_of(main)):
+            copies[id(parameter)] = _torch.placed_like(value, main)
     return copies
 
 

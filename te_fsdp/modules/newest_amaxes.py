@@ -95,7 +95,7 @@ def wrap_full_state(stock: Any, model: torch.nn.Module, *args: Any) -> dict[str,
         return state
     mesh = max(meshes, key=DeviceMesh.size)
     # Otherwise rank 0 alone would wait in the gather if it calls this as it does with DDP.
-    call = "get_model_state_dict(full_state_dict=True)"
+    call = "torch.distributed.checkpoint.state_dict.get_model_state_dict(full_state_dict=True)"
     with nullcontext() if is_collective else collective_call(call, mesh):
         by_rank = gather_by_rank(newest_amaxes(entries), mesh)
     return _with_maxima(state, maxima(by_rank.values()))

@@ -31,7 +31,7 @@ from te_fsdp.checkpoint.tensor_entries import Shape, TensorEntry, holders_of, li
 from te_fsdp.collectives.agreement import all_agree, are_equal, digest, gather, rank, result_of, world_size
 from te_fsdp.errors import CheckpointError, PlacementError, require_kind, shorten
 from te_fsdp.features.main_weights import check_optimizer, main_weight
-from te_fsdp.features.written_weights import written_main_weights
+from te_fsdp.features.written_weights import unscaled_main_weight, written_main_weights
 from te_fsdp.layout import Box, slices
 from te_fsdp.quantized.components import components_of
 from te_fsdp.tensor_checksums import row_checksums
@@ -98,7 +98,8 @@ def _share(owned: OwnedTensor, optimizer: Optimizer | None, mains: Mapping[int, 
     local: Any = owned.local
     if main is not None and main.dtype != torch.int16:
         assert optimizer is not None
-        state = mains.get(id(owned.parameter), optimizer.state[owned.parameter]["master_param"])
+        written = mains.get(id(owned.parameter))
+        state = unscaled_main_weight(optimizer, owned.parameter) if written is None else written
         entry = describe_state(f"main weight of {owned.fqn}", state, owned)[1]
         assert entry is not None
         return Share.of(entry, dtype)

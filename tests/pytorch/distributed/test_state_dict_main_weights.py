@@ -35,3 +35,11 @@ def test_saves_have_main_weights_of_written_weights(pool, tmp_path, optimizer, r
     where = {"directory": str(tmp_path), "optimizer": optimizer, "recipe": recipe}
     for found in pool.run(main_weights.save_after_writes, 2, **where):
         assert found["stale"] and found["saved"] == found["sent"] == found["differ"] == [], found
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("written", [False, True])
+def test_sent_weights_have_the_scales_of_fp16_main_weights(pool, written):
+    """Exports had the stored values. Negative control: these are different from the scaled ones."""
+    for found in pool.run(main_weights.send_scaled_main_weights, 2, written=written):
+        assert found["scaled"] and found["differ"] == [], found

@@ -20,7 +20,9 @@ from torch.distributed.checkpoint.state_dict import (
 class Job:
     """A gated MLP in BF16, perhaps quantized, and an optimizer with or without main weights."""
 
-    def __init__(self, seed: int, optimizer: str, *, recipe: str = "none", keeps: bool = True) -> None:
+    def __init__(
+        self, seed: int, optimizer: str, *, recipe: str = "none", keeps: bool = True, **options: Any
+    ) -> None:
         import transformer_engine.pytorch as te
         from transformer_engine.pytorch.optimizers import FusedAdam
 
@@ -33,7 +35,7 @@ class Job:
         te_fsdp.fully_shard(self.model, self.meshes)
         te_fsdp.materialize(self.model, seed=seed)
         if optimizer == "FusedAdam":
-            self.optimizer: Any = FusedAdam(self.model.parameters(), lr=1e-2, master_weights=keeps)
+            self.optimizer: Any = FusedAdam(self.model.parameters(), lr=1e-2, master_weights=keeps, **options)
         else:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         if keeps:
@@ -138,3 +140,34 @@ def save_after_writes(directory: str, optimizer: str, recipe: str) -> dict[str, 
         job.step(1)
     found, right = (job.mains() | job.weights() for job in (run, expected))
     return differ | {"differ": [n for n in right if not torch.equal(found[n], right[n])]}
+
+
+def send_scaled_main_weights(*, written: bool) -> dict[str, list[str]]:
+    """Read the sent weights of FusedAdam with main weights in FP16, perhaps after a write.
+
+    Returns:
+        Weights whose sent values are not the scaled main weights ("differ"). Those whose main weights without their
+        scales are different ("scaled").
+    """
+    from te_fsdp.checkpoint.portable.weight_transfer import shares_of
+    from te_fsdp.upstream.torch_dtensor import local_of
+
+    job = Job(1, "FusedAdam", master_weight_dtype=torch.float16)
+    job.step(0)
+    named, found = dict(job.model.named_parameters()), {"differ": list[str](), "scaled": list[str]()}
+    if written:
+        with torch.no_grad():
+            for parameter in named.values():
+                local_of(parameter).mul_(2)
+    sent = shares_of(job.model, job.optimizer)
+    for name, parameter in named.items():
+        if not local_of(parameter).numel():
+            continue
+        right = job.optimizer.get_unscaled_state(parameter, "master_param").flatten()
+        if written:
+            right = local_of(parameter).detach().float().flatten()
+        value = torch.cat([piece.full().flatten() for _, piece in sent[name].pieces])
+        stored = local_of(job.optimizer.state[parameter]["master_param"]).float().flatten()
+        found["differ"] += [] if value.dtype == right.dtype and torch.equal(value, right) else [name]
+        found["scaled"] += [] if torch.equal(stored, right) else [name]
+    return found
