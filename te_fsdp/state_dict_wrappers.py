@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable
 from itertools import chain
@@ -131,45 +130,38 @@ def require_same_form(key: str, saved: torch.dtype, target: Any) -> None:
         )
 
 
-def _refuse_order_of_ranks(stock: Any) -> Any:
-    """Wrap a method that would take the rows of a stacked tensor, which ``torch.load`` has read, for ordered ones."""
-
-    @functools.wraps(stock)
-    def method(self: DTensor, *args: Any, **kwargs: Any) -> Any:
-        if self.__dict__.get(_torch.BOXES) is True:
-            raise CheckpointError(
-                f"{stock.__name__}: a tensor of shape {tuple(self.shape)} that torch.load has read",
-                expected="rows in the order of the unsharded module",
-                got="rows of a stacked weight in the order of the ranks",
-                why="Pickles record no more, so that processes without te_fsdp can read them",
-                fix="load it into the model or optimizer first, or save it with te_fsdp.checkpoint or DCP",
-            )
-        return stock(self, *args, **kwargs)
-
-    return method
+@wrapping
+def _refuse_order_of_ranks(stock: Any, self: DTensor, *args: Any, **kwargs: Any) -> Any:
+    """Refuse a method that would take the rows of a stacked tensor, which ``torch.load`` has read, for ordered ones."""
+    if self.__dict__.get(_torch.BOXES) is True:
+        raise CheckpointError(
+            f"{stock.__name__}: a tensor of shape {tuple(self.shape)} that torch.load has read",
+            expected="rows in the order of the unsharded module",
+            got="rows of a stacked weight in the order of the ranks",
+            why="Pickles record no more, so that processes without te_fsdp can read them",
+            fix="load it into the model or optimizer first, or save it with te_fsdp.checkpoint or DCP",
+        )
+    return stock(self, *args, **kwargs)
 
 
 def _order_loaded(fit: Callable[..., Any]) -> Callable[[Any], Any]:
-    def wrap(stock: Any) -> Any:
-        @functools.wraps(stock)
-        def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-            remainders = getattr(self, "store_param_remainders", None)  # of TE's FusedAdam
-            keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-            params = chain.from_iterable(group["params"] for group in self.param_groups)
-            for key, parameter in zip(keys, params, strict=False):
-                state = state_dict["state"].get(key) or {}
-                main, is_bf16 = state.get("master_param"), parameter.dtype == torch.bfloat16
-                form = torch.int16 if remainders and is_bf16 else torch.float32
-                if remainders is not None and main is not None:
-                    require_same_form(f"{key}.master_param", main.dtype, torch.empty(0, dtype=form))
-                if state:
-                    state_dict["state"][key] = fit(self, parameter, state, form)
-            order_states(self, state_dict)
-            stock(self, state_dict)
+    @wrapping
+    def load_state_dict(stock: Any, self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        remainders = getattr(self, "store_param_remainders", None)  # of TE's FusedAdam
+        keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        for key, parameter in zip(keys, params, strict=False):
+            state = state_dict["state"].get(key) or {}
+            main, is_bf16 = state.get("master_param"), parameter.dtype == torch.bfloat16
+            form = torch.int16 if remainders and is_bf16 else torch.float32
+            if remainders is not None and main is not None:
+                require_same_form(f"{key}.master_param", main.dtype, torch.empty(0, dtype=form))
+            if state:
+                state_dict["state"][key] = fit(self, parameter, state, form)
+        order_states(self, state_dict)
+        stock(self, state_dict)
 
-        return load_state_dict
-
-    return wrap
+    return load_state_dict
 
 
 def wrap_dcp(narrow: Callable[[Any], Any], load: Callable[[Any], Any], write: Callable[[Any], Any]) -> None:

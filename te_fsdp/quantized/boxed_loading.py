@@ -7,7 +7,6 @@ describes what DCP reads and writes.
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -246,26 +245,21 @@ def _entries(state_dict: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any,
 def patch_loading() -> None:
     """Let ``dcp.load`` read into slices of TE's quantized tensors, and safetensors get their values; once."""
 
-    def wrap_load(stock: Any) -> Any:
-        signature = inspect.signature(stock)
+    @wrapping
+    def wrap_load(stock: Any, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        stock(state_dict, *args, **kwargs)
+        arguments = inspect.signature(stock).bind(state_dict, *args, **kwargs).arguments
 
-        @functools.wraps(stock)
-        def load_state_dict(state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-            stock(state_dict, *args, **kwargs)
-            arguments = signature.bind(state_dict, *args, **kwargs).arguments
+        def read(more: dict[str, Any]) -> None:
+            stock(**{**arguments, "state_dict": more, "process_group": None, "no_dist": True})
 
-            def read(more: dict[str, Any]) -> None:
-                stock(**{**arguments, "state_dict": more, "process_group": None, "no_dist": True})
-
-            # With `no_dist`, or in a group of some ranks, others may not load at all, so a collective would hang.
-            ranks = {0}
-            if dist.is_initialized():
-                no_dist = arguments.get("no_dist", False)
-                group = arguments.get("process_group") or dist.group.WORLD
-                ranks = {dist.get_rank()} if no_dist else set(dist.get_process_group_ranks(group))
-            finish_load(state_dict, ranks, read)
-
-        return load_state_dict
+        # With `no_dist`, or in a group of some ranks, others may not load at all, so a collective would hang.
+        ranks = {0}
+        if dist.is_initialized():
+            no_dist = arguments.get("no_dist", False)
+            group = arguments.get("process_group") or dist.group.WORLD
+            ranks = {dist.get_rank()} if no_dist else set(dist.get_process_group_ranks(group))
+        finish_load(state_dict, ranks, read)
 
     @wrapping
     def wrap_narrow(

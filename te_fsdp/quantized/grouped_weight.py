@@ -28,7 +28,7 @@ from te_fsdp.quantized.components import (
 from te_fsdp.quantized.quantizer_record import count_write
 from te_fsdp.records import copy_param_attrs
 from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, te as _te, torch_dtensor as _torch
-from te_fsdp.upstream.patches import replace_once
+from te_fsdp.upstream.patches import replace_once, wrapping
 from te_fsdp.upstream.te_derived import derive_transpose
 from te_fsdp.upstream.te_formats import GROUPED_BUFFERS
 
@@ -47,13 +47,12 @@ class GroupedGather(NamedTuple):
 def grouped_weight_class() -> type[torch.Tensor]:
     """Return the class. It is created at the first call, because TE is not imported before."""
 
-    def wrap_copy(stock: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(stock)
-        def copy_(self: Any, source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            # TE copies from the memory of other classes, which this one does not have: a segmentation fault.
-            return stock(self, getattr(source, "grouped", source), *args, **kwargs)
-
-        return copy_
+    @wrapping
+    def wrap_copy(
+        stock: Callable[..., Any], self: Any, source: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        # TE copies from the memory of other classes, which this one does not have: a segmentation fault.
+        return stock(self, getattr(source, "grouped", source), *args, **kwargs)
 
     replace_once(_te.te().tensor.GroupedTensor, "copy_", wrap_copy)  # ``load_state_dict`` of a stock module
     return type("GroupedWeight", (_GroupedWeightMixin, _te.te().QuantizedTensor), {"__module__": __name__})

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
-from te_fsdp.upstream.patches import PATCHES, apply_patch
+from te_fsdp.upstream.patches import PATCHES, apply_patch, wrapping
 
 #: Attribute of a quantizer: its :class:`QuantizerRecord`.
 QUANTIZER_RECORD = "_te_fsdp_quantizer"
@@ -84,15 +84,12 @@ def keep_amax_group_in_copies() -> None:
         if not record or record.amax_group is None:
             self.__dict__[GROUP_ATTRIBUTE] = group
 
-    def wrap_clone(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        @functools.wraps(stock)
-        def clone(self: Any) -> Any:
-            new, quantizer = stock(self), _te.quantizer_of(self)
-            if quantizer is not None and quantizer_record(quantizer).clones_scales:
-                _te.clone_scales(new)
-            return new
-
-        return clone
+    @wrapping
+    def wrap_clone(stock: Callable[[Any], Any], self: Any) -> Any:
+        new, quantizer = stock(self), _te.quantizer_of(self)
+        if quantizer is not None and quantizer_record(quantizer).clones_scales:
+            _te.clone_scales(new)
+        return new
 
     apply_patch("copy", wrap_copy)
     # copy.deepcopy cannot copy a process group. The record contains its name, which the copy looks up.

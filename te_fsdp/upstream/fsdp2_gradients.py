@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,14 +26,13 @@ def unreduced_gradients_of(managed: Any) -> list[torch.Tensor]:
 
 def params_with_unreduced_gradients(unit: nn.Module) -> Iterator[Any]:
     """Yield each ``FSDPParam`` of a unit whose gradient is not reduced over all axes yet."""
-    # Either its unsharded gradient is not reduce-scattered yet, or HSDP has not all-reduced the gradients of
-    # its group (``FSDPParamGroup._partial_reduce_output``).
-    for group in fsdp_parameter_groups(unit):
-        yield from group_params_with_unreduced_gradients(group)
+    return chain.from_iterable(map(group_params_with_unreduced_gradients, fsdp_parameter_groups(unit)))
 
 
 def group_params_with_unreduced_gradients(group: Any) -> Iterator[Any]:
     """Yield each ``FSDPParam`` of one group, as :func:`params_with_unreduced_gradients` does for a unit."""
+    # Either its unsharded gradient is not reduce-scattered yet, or HSDP has not all-reduced the gradients of
+    # its group (``FSDPParamGroup._partial_reduce_output``).
     is_partial = has_partial_reduction(group)
     for managed in group.fsdp_params:
         unsharded = getattr(managed, "_unsharded_param", None)
@@ -153,17 +154,11 @@ def reduces_over_all_axes(group: Any) -> bool:
     return group.reduce_grads and not has_partial_reduction(group)
 
 
-def reduction_event(group: Any) -> Any:
-    """Return the event after which the gradients that a group has just reduced are final.
-
-    ``None`` if nothing was reduced or there are no streams (``FSDPParamGroup._post_reduce_event``).
-    """
-    return group._post_reduce_event
-
-
-def is_group_unsharded(group: Any) -> bool:
-    """Return whether the parameters of a group are unsharded."""
-    return group.is_unsharded
+#: The event after which the gradients that a group has just reduced are final. ``None`` if nothing was reduced or there
+#: are no streams (``FSDPParamGroup._post_reduce_event``).
+reduction_event: Callable[[Any], Any] = operator.attrgetter("_post_reduce_event")
+#: Whether the parameters of a group are unsharded.
+is_group_unsharded: Callable[[Any], bool] = operator.attrgetter("is_unsharded")
 
 
 # --- gradients of a group that are partial over tp

@@ -230,10 +230,7 @@ def sent_tensors(group: Any) -> list[Sequence[torch.Tensor]]:
     sent = list[Sequence[torch.Tensor]]()
     for managed in group.fsdp_params:
         local = managed.sharded_param._local_tensor
-        if type(local) is torch.Tensor:
-            sent.append((managed._sharded_param_data,))
-            continue
-        if not hasattr(local, "fsdp_pre_all_gather"):
+        if type(local) is torch.Tensor or not hasattr(local, "fsdp_pre_all_gather"):
             sent.append((managed._sharded_param_data,))
             continue
         mesh, now = mesh or managed.shard_mesh_from_root, now or pass_of(group)
@@ -248,10 +245,8 @@ def sent_tensors(group: Any) -> list[Sequence[torch.Tensor]]:
             replayed = local.fsdp_pre_all_gather(mesh, size, stride, module, managed.mp_policy)
         tensors, metadata = replayed
         extensions = managed._extensions_data
-        extensions.all_gather_metadata, extensions.all_gather_input_sizes = (
-            metadata,
-            list(map(_shape, tensors)),
-        )
+        extensions.all_gather_metadata = metadata
+        extensions.all_gather_input_sizes = list(map(_shape, tensors))
         sent.append(tensors)
     return sent
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,9 +89,8 @@ def sharded_parameters(unit: nn.Module) -> list[torch.nn.Parameter]:
     return [managed.sharded_param for managed in managed_fsdp_params(unit)]
 
 
-def sharded_param_of(managed: Any) -> torch.nn.Parameter:
-    """Return the current sharded parameter of a record (``FSDPParam.sharded_param``). FSDP2 may replace it."""
-    return managed.sharded_param
+#: The current sharded parameter of a record (``FSDPParam.sharded_param``). FSDP2 may replace it.
+sharded_param_of: Callable[[Any], torch.nn.Parameter] = operator.attrgetter("sharded_param")
 
 
 def fsdp_params_of(unit: nn.Module) -> Iterator[tuple[Any, Any]]:

@@ -83,9 +83,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 local_of_dtensor: Callable[[DTensor], torch.Tensor] = operator.attrgetter("_local_tensor")
 
 
-def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the base of a view, or ``None`` for other tensors (``Tensor._base``)."""
-    return tensor._base
+#: The base of a view, or ``None`` for other tensors (``Tensor._base``).
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
 
 
 def memory_id(tensor: torch.Tensor) -> int:

@@ -23,6 +23,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
+from te_fsdp.upstream.patches import wrapping
 from te_fsdp.upstream.torch_dtensor import local_of
 
 
@@ -95,22 +96,19 @@ def keeps_dim(func: Any, dim: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 @functools.cache
 def after_failed_load(call: Callable[[Any], None]) -> None:
     """Call a function with the optimizer of torch whose ``load_state_dict`` misses a state. Local, once per process."""
-    # ``__setstate__`` then raises KeyError, which follows unless the function raises (torch 2.11 to 2.15).
-    for cls in {value for value in vars(torch.optim).values() if isinstance(value, type)}:
-        if "__setstate__" in vars(cls) and cls is not torch.optim.Optimizer:
-            cls.__setstate__ = _explain(cls.__setstate__, call)  # type: ignore[attr-defined]
 
-
-def _explain(stock: Callable[..., None], call: Callable[[Any], None]) -> Callable[..., None]:
-    @functools.wraps(stock)
-    def __setstate__(self: Any, state: Any) -> None:
+    @wrapping
+    def explain(stock: Callable[..., None], self: Any, state: Any) -> None:
         try:
             stock(self, state)
         except KeyError:
             call(self)
             raise
 
-    return __setstate__
+    # ``__setstate__`` then raises KeyError, which follows unless the function raises (torch 2.11 to 2.15).
+    for cls in {value for value in vars(torch.optim).values() if isinstance(value, type)}:
+        if "__setstate__" in vars(cls) and cls is not torch.optim.Optimizer:
+            cls.__setstate__ = explain(cls.__setstate__)  # type: ignore[attr-defined]
 
 
 #: Functions that compute a parameter from others, or undo it, and fail on DTensors without its name: those that
@@ -130,24 +128,21 @@ _FUNCTIONS = (
 @functools.cache
 def before_reparametrization(call: Callable[[torch.Tensor], None]) -> None:
     """Call a function with each tensor before torch replaces it. Local, once per process."""
-    for owner, name in _FUNCTIONS:
-        if owner is not None:
-            # vars, because getattr would bind a classmethod.
-            stock = vars(owner)[name]
-            wrapped = _wrap(getattr(stock, "__func__", stock), call)
-            setattr(owner, name, classmethod(wrapped) if isinstance(stock, classmethod) else wrapped)
 
-
-def _wrap(stock: Callable[..., Any], call: Callable[[torch.Tensor], None]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    @wrapping
+    def calling(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Of the objects that ``prune`` and ``spectral_norm`` remove from a module.
         name = getattr(args[0], "_tensor_name", getattr(args[0], "name", None)) if args else None
         for tensor in _tensors_in([*args, name, *kwargs.values()]):
             call(tensor)
         return stock(*args, **kwargs)
 
-    return wrapped
+    for owner, name in _FUNCTIONS:
+        if owner is not None:
+            # vars, because getattr would bind a classmethod.
+            stock = vars(owner)[name]
+            wrapped = calling(getattr(stock, "__func__", stock))
+            setattr(owner, name, classmethod(wrapped) if isinstance(stock, classmethod) else wrapped)
 
 
 def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
