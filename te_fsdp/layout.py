@@ -240,16 +240,16 @@ class Box:
     sizes: tuple[int, ...]
 
     def original_slices(self) -> tuple[slice, ...]:
-        """Return the index of this box in the original tensor."""
+        """Return the slices that select this box in the original tensor."""
         return slices(self.original, self.sizes)
 
     def local_slices(self) -> tuple[slice, ...]:
-        """Return the index of this box in the local shard."""
+        """Return the slices that select this box in the local shard."""
         return slices(self.local, self.sizes)
 
 
 def slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
-    """Return the index of a rectangle."""
+    """Return the slices that select the rectangle with these offsets and sizes."""
     return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
 
 

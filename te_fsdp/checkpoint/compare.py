@@ -72,7 +72,7 @@ class Differences:
         self.optimizer[label + text, name] = None
 
     def names(self) -> set[str]:
-        """Return the tensors that differ."""
+        """Return the names of the tensors that differ."""
         return {name for _, name in self.tensors}
 
     def without(self, allow: str | Iterable[str], *, strict: bool) -> Differences:

@@ -224,7 +224,7 @@ def read_index(path: Path, manifest: Manifest) -> Index:
                         continue
                     # A negative number would select a file from the end of the list, without an error.
                     if len(table) and not 0 <= table[:, 0].min() <= table[:, 0].max() < len(files):
-                        raise DamagedFileError(f"{key} is in a file that it does not list")
+                        raise DamagedFileError(f"it refers {key} to a file that it does not list")
                     yield key, table
 
     if INDEX not in manifest.files:
@@ -356,5 +356,5 @@ def unpickle_metadata(data: bytes) -> Metadata:
     if not isinstance(metadata, Metadata):
         raise pickle.UnpicklingError(f"a {type(metadata).__name__} instead of DCP's Metadata")
     if absent := {"state_dict_metadata", "planner_data", "storage_data"} - vars(metadata).keys():
-        raise pickle.UnpicklingError(f"no {', '.join(sorted(absent))} in it")
+        raise pickle.UnpicklingError(f"DCP's Metadata has no {', '.join(sorted(absent))}")
     return metadata

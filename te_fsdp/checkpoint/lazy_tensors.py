@@ -369,7 +369,7 @@ def open_safetensors(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
         with unreadable(path / INDEX, "index", _COPY):
             file_of = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
             if not file_of:
-                raise DamagedFileError("it names neither tensors nor files")
+                raise DamagedFileError("its weight_map is empty")
             if (path / _SINGLE).exists() and _SINGLE not in file_of.values():
                 raise CheckpointError(
                     f"{path}: weights of two models",
@@ -381,7 +381,7 @@ def open_safetensors(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
             for name in sorted(set(file_of.values())):
                 # An index comes with the weights, and must not make a reader open other files.
                 if Path(name).name != name:
-                    raise DamagedFileError("a file outside of the folder")
+                    raise DamagedFileError(f"it names {name}, a file outside of the folder")
                 in_file, file_metadata = _open_file(path / name)
                 unlisted = [key for key in in_file if file_of.get(key) != name]
                 problems += [f"{key} is in {name} but not listed there" for key in unlisted]

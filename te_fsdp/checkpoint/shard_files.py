@@ -275,9 +275,9 @@ def open_checked(path: Path, listed: Listed | None, save_id: str) -> Iterator[Ch
         head = _HEAD.size + len(name)
         # Before the checksum: the file of a different save is intact, and its error names the cause.
         if table.startswith(_MARK) and table[8:40] != save_id.encode():
-            raise DamagedFileError(f"a file of a different save, {table[8:40]!r}")
+            raise DamagedFileError(f"it was written by a different save, {table[8:40]!r}")
         if table.startswith(_MARK) and table[_HEAD.size : head] != name:
-            raise DamagedFileError("a different file of the same save")
+            raise DamagedFileError("it is a different file of the same save, renamed")
         if crc32(table) != listed[1] or (len(table) - head) % _ROW.size:
             raise DamagedFileError("its table of checksums has changed (CRC-32)")
         pieces, offset = {}, 0

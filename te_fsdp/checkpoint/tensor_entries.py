@@ -45,7 +45,7 @@ class Piece:
 
     @property
     def chunk(self) -> Chunk:
-        """Return the rectangle."""
+        """Return offsets and sizes of the rectangle in the original tensor."""
         return self.offsets, tuple(self.tensor.shape)
 
 

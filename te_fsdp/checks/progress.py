@@ -47,7 +47,7 @@ _PATIENCE = 5.0
 
 
 class _Written(NamedTuple):
-    """A message of this rank."""
+    """Progress that this rank writes to the store for the other ranks."""
 
     step: int
     backwards: int

@@ -50,7 +50,7 @@ def compare_random_states(mesh: DeviceMesh, label: str, device: torch.device) ->
         raise InitError(
             f"{label}: initialization with different random states",
             expected="equal states on all ranks of the mesh",
-            got="differing states",
+            got="different states",
             why="Shards of different initializations, or differing replicas, would silently train incorrectly",
             fix="call torch.manual_seed with one seed on all ranks first, or pass seed= to te_fsdp.materialize",
         )

@@ -155,7 +155,7 @@ class _Event:
         return True
 
     def elapsed_time(self, other: _Event) -> float:
-        """Return 0 milliseconds; the emulation measures nothing."""
+        """Return 0.0. The emulation completes work at once, so no time passes between events."""
         return 0.0
 
 

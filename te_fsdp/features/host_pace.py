@@ -39,16 +39,16 @@ SHARE, LEAST = 0.1, 1.0
 
 
 class CudaClock:
-    """The device's time. Tests use a different one, with events of their own."""
+    """Clock that times the device by CUDA events. Tests replace it."""
 
     def event(self) -> Any:
-        """Record an event."""
+        """Record a timed CUDA event on the current stream, and return it."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def sleep(self, milliseconds: float) -> None:
-        """Let the device wait, not the host."""
+        """Block the current stream for some milliseconds. The host does not wait."""
         _torch.device_sleep(milliseconds)
 
     def now(self) -> float:
@@ -57,7 +57,7 @@ class CudaClock:
 
 
 class _Mark(NamedTuple):
-    """A point of a step."""
+    """Host time and CUDA events of one point in a step."""
 
     host: float  #: Host time
     before: Any  #: Event before a sleep; the same event without one
@@ -66,10 +66,10 @@ class _Mark(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """Result: milliseconds of a step."""
+    """Measured duration of a step, in milliseconds."""
 
     step: float
-    wait: float  #: How long the device waits for the host
+    wait: float  #: Part of it in which the device waits for the host
 
     def __str__(self) -> str:
         return (

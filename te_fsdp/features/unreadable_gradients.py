@@ -33,7 +33,7 @@ def tensor_arguments(args: tuple[Any, ...]) -> Any:
 
 
 class UnreadableGradient:
-    """Mixin for tensor subclasses. Subclasses define :meth:`refuse` and ``__torch_function__``."""
+    """Mixin for tensor subclasses without readable values. They define :meth:`refuse` and ``__torch_function__``."""
 
     # Not ``__torch_dispatch__``, because torch before 2.13 does not call it for subclasses of DTensor.
     __slots__ = ()
@@ -44,11 +44,11 @@ class UnreadableGradient:
         """Raise :class:`~te_fsdp.errors.OrderError` for an operation on a gradient."""
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        """Refuse copies."""
+        """Raise :meth:`refuse`'s error, because a copy has values."""
         self.refuse(self, "deepcopy")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse pickles."""
+        """Raise :meth:`refuse`'s error, because a pickle has values."""
         self.refuse(self, "pickle")
 
     def __repr__(self: Any, **unused: Any) -> str:
@@ -58,18 +58,18 @@ class UnreadableGradient:
 
 
 class UnreadableShard(UnreadableGradient, DTensor):
-    """The same for DTensors."""
+    """Mixin for subclasses of DTensor without readable values."""
 
     __slots__ = ()
 
     def to_local(self, **unused: Any) -> torch.Tensor:
-        """Refuse."""
+        """Raise :meth:`refuse`'s error."""
         self.refuse(self, "to_local")
 
     def full_tensor(self, **unused: Any) -> torch.Tensor:
-        """Refuse."""
+        """Raise :meth:`refuse`'s error."""
         self.refuse(self, "full_tensor")
 
     def redistribute(self, *unused: Any, **more: Any) -> DTensor:
-        """Refuse."""
+        """Raise :meth:`refuse`'s error."""
         self.refuse(self, "redistribute")

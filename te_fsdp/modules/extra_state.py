@@ -98,7 +98,7 @@ def unpack(entry: torch.Tensor) -> tuple[tuple[int, ...], dict[str, Any] | None]
     if has_expert_rows(entry):
         states = [state for row in entry if (state := (unpack(row) or ((), None))[1]) is not None]
         if len(states) != len(entry) or any(state.keys() != states[0].keys() for state in states):
-            raise DamagedEntryError("rows of experts")
+            raise DamagedEntryError("rows of experts are missing, or have different tensors")
         recipe = {**states[0]["recipe"], "num_gemms": len(states)}
         recipe.pop(_EXPERT, None)
         keys = [key for key in states[0] if key != "recipe"]
@@ -109,7 +109,7 @@ def unpack(entry: torch.Tensor) -> tuple[tuple[int, ...], dict[str, Any] | None]
             return None
         # Without state the shape contains all information, even if the text was changed.
         if entry.shape[0] > _rows(marks):
-            raise DamagedEntryError("its prefix differs")
+            raise DamagedEntryError("its first bytes have changed")
         return marks, None
     start = data.find(b"\n") + 1
     length = data[start : start + _LENGTH]
@@ -121,7 +121,7 @@ def unpack(entry: torch.Tensor) -> tuple[tuple[int, ...], dict[str, Any] | None]
         sizes = {key: math.prod(shape) * 4 for key, shape in described["shapes"].items()}
         values = data[end : end + sum(sizes.values())]
         if f"{zlib.crc32(values):08x}" != described["crc"]:
-            raise DamagedEntryError("the checksum of its values differs")
+            raise DamagedEntryError("its values have changed (CRC-32)")
         state: dict[str, Any] = {"recipe": described["recipe"]}
         parts = torch.frombuffer(bytearray(values), dtype=torch.float32).split(
             [n // 4 for n in sizes.values()]
@@ -216,11 +216,11 @@ class _Entry(torch.Tensor):
 
     # ``dcp.async_save`` copies a tensor by these two methods, and must write the copy as it writes this one.
     def new_empty(self, size: Any, **options: Any) -> Any:  # type: ignore[bad-override]
-        """Return an entry."""
+        """Return a new uninitialized entry, of which DCP writes bytes, too."""
         return super().new_empty(_plain_size(size), **options).as_subclass(type(self))
 
     def set_(self, source: Any, offset: int, size: Any, stride: Any) -> Any:  # type: ignore[bad-override]
-        """Set the memory, of the size of an entry, too."""
+        """Set the storage, also to the size that :meth:`size` returns."""
         super().set_(source, offset, _plain_size(size), stride)
         return self
 

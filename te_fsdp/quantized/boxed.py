@@ -317,7 +317,7 @@ class QuantizedSlice(torch.Tensor):
         return _torch.plain_results(func, types, args, kwargs or {})
 
     def part(self, dim: int, start: int, length: int) -> QuantizedSlice:
-        """Return a smaller rectangle."""
+        """Return the slice of ``length`` elements along a dim, as ``Tensor.narrow`` does. No copy."""
         offsets, sizes = list(self.box[0]), list(self.box[1])
         dim -= self.is_stacked
         if dim >= 0:
@@ -330,7 +330,7 @@ class QuantizedSlice(torch.Tensor):
         return QuantizedSlice(self.base, *self.box, is_stacked, waits=self.waits)
 
     def values(self) -> torch.Tensor:
-        """Return the values in fp32. Local operation."""
+        """Return the dequantized values of the slice in fp32. Local operation."""
         return values_of(self.base)[slices(*self.box)].view(self.shape)
 
     def stored(self) -> torch.Tensor:

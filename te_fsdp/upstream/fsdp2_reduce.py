@@ -46,24 +46,24 @@ class ReducedRecord:
 
     @property
     def unsharded_grad_data(self) -> Any:
-        """Return the local gradient."""
+        """Return the unsharded local gradient, which FSDP2 reads to reduce it."""
         return self.unsharded_param.grad
 
     def accumulate_unsharded_grad_if_needed(self) -> None:
-        """Do nothing. The gradient belongs to one reduction."""
+        """Do nothing: there is no gradient of an earlier backward that FSDP2 could add."""
 
     def to_sharded(self) -> None:
-        """Do nothing. Nothing is all-gathered."""
+        """Do nothing: there is no all-gathered parameter that FSDP2 could reshard."""
 
 
 class _Gradients:
-    """Local gradients in place of one 1-D gradient of FSDP2."""
+    """List of local gradients that FSDP2 reduces as if it were one 1-D gradient."""
 
     def __init__(self, tensors: list[torch.Tensor], numel: int) -> None:
         self.tensors, self.dtype, self._size = tensors, tensors[0].dtype, torch.Size((numel,))
 
     def size(self) -> torch.Size:
-        """Return the size with padding of all of them: (elements,)."""
+        """Return the size of one 1-D tensor with all gradients and their padding."""
         return self._size
 
 
@@ -87,7 +87,7 @@ class _Layout(NamedTuple):
 
 
 class OneGradient(ReducedRecord):
-    """A record for all trained parameters of a group."""
+    """Record that replaces the records of all trained parameters of a group in a reduction."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -49,15 +49,15 @@ class _Numbered(dist.Store):
         return f"{self._numbers.setdefault(kind, len(self._numbers))}/{rank}"
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
-        """Write a value."""
+        """Set the value of a key in the store."""
         self._store.set(self._key(key), value)  # type: ignore[bad-argument-type]
 
     def get(self, key: str) -> bytes:
-        """Wait for a value."""
+        """Return the value of a key; wait until a rank sets it."""
         return self._store.get(self._key(key))
 
     def wait(self, keys: list[str], *timeout: Any) -> None:  # type: ignore[override]
-        """Wait for values."""
+        """Wait until the values of all keys are set."""
         self._store.wait([self._key(key) for key in keys], *timeout)
 
 
@@ -141,7 +141,7 @@ class ReduceScatterParts(NamedTuple):
 
     @classmethod
     def of(cls, ranks: int, parts: Sequence[ReduceScatterPart]) -> ReduceScatterParts:
-        """Return parts with their sums, which each reduction reads."""
+        """Create the layout, and compute once the numbers that each reduction reads."""
         numel, count = sum(part.numel for part in parts), sum(part.count for part in parts)
         large = any(part.is_alone and part.numel >= LARGE for part in parts)
         return cls(ranks, tuple(parts), numel, count, large)

@@ -375,7 +375,7 @@ def read_extra_state(data: bytes, key: str) -> tuple[dict[str, Any], dict[str, t
         allowed = {**ENTRIES, "transformer_engine.common.recipe.Format": Enum("Format", _RANGES)}
         state = TableUnpickler(data, allowed, "the state of delayed scaling").load()
         if not isinstance(state, dict) or not isinstance(state.get("recipe"), _Recipe):
-            raise pickle.UnpicklingError("no recipe of delayed scaling")
+            raise pickle.UnpicklingError("it has no recipe of delayed scaling")
         if "scale_fwd" not in state:
             return None
         return _describe(state), {ours: state[theirs] for ours, theirs in _STATE.items()}

@@ -49,7 +49,7 @@ class LoadTarget(torch.Tensor):
 
     @staticmethod
     def __new__(cls: Any, shape: Any, like: torch.Tensor) -> LoadTarget:
-        """Make the entry, without pieces."""
+        """Create the entry without pieces."""
         entry = wrapper(cls, shape, like)
         entry.pieces = {}
         return entry
@@ -59,7 +59,7 @@ class LoadTarget(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[bad-override]
-        """Refuse all functions. Load plans use the pieces."""
+        """Refuse all functions: DCP loads into the pieces, never into the entry."""
         return NotImplemented
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:

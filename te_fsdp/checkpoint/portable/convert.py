@@ -321,7 +321,7 @@ class Difference:
 
 @dataclass
 class Report:
-    """All differences."""
+    """Differences between two checkpoints, and the numbers of compared and equal tensors."""
 
     differences: list[Difference] = field(default_factory=list)
     #: Differences of options, ``extra`` and the settings of modules, as texts.

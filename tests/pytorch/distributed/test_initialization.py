@@ -106,7 +106,7 @@ def test_different_seeds_raise_on_all_ranks(pool, mesh, argument, odd_rank):
     for error in pool.run_expect_error(bodies.different_seeds, 4, **how):
         assert error.type_name == "InitError"
         assert "embedding (weight): initialization with different random states" in error.message
-        assert "expected equal states on all ranks of the mesh, got differing states" in error.message
+        assert "expected equal states on all ranks of the mesh, got different states" in error.message
         assert "Fix: call torch.manual_seed with one seed on all ranks first" in error.message
 
 
