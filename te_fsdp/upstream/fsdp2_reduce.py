@@ -50,10 +50,10 @@ class ReducedRecord:
         return self.unsharded_param.grad
 
     def accumulate_unsharded_grad_if_needed(self) -> None:
-        """Do nothing: there is no gradient of an earlier backward that FSDP2 could add."""
+        """Do nothing, because FSDP2 has no gradient of an earlier backward to add."""
 
     def to_sharded(self) -> None:
-        """Do nothing: there is no all-gathered parameter that FSDP2 could reshard."""
+        """Do nothing, because FSDP2 has no all-gathered parameter to reshard."""
 
 
 class _Gradients:

@@ -39,11 +39,11 @@ concatenate_meshes: Callable[[list[DeviceMesh]], DeviceMesh] = DeviceMesh._conca
 def explain_concatenations(explain: Callable[[list[DeviceMesh], Exception], None]) -> None:
     """Call a function with the meshes that torch's ``fully_shard`` cannot concatenate, and torch's error. Local."""
 
-    def _concatenate(meshes: list[DeviceMesh]) -> DeviceMesh:
+    def _concatenate(device_mesh_list: list[DeviceMesh]) -> DeviceMesh:
         try:
-            return concatenate_meshes(meshes)
+            return concatenate_meshes(device_mesh_list)
         except (RuntimeError, TypeError) as error:
-            explain(meshes, error)
+            explain(device_mesh_list, error)
             raise
 
     DeviceMesh._concatenate = staticmethod(_concatenate)
