@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from graphed import bodies, unit_bodies
+from harness import devices
 
 CASES = {
     "zero3": {},
@@ -142,6 +144,8 @@ UNIT_CASES = {
 )
 def test_graphed_units_are_bitwise_equal(pool, axes, names):
     """Check graphed forwards and backwards in an eager loop with two microbatches, clipping and an evaluation."""
+    if not axes and devices.device_type() == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("all-gathers between ranks that share a GPU have no fixed addresses")
     cases = {name: UNIT_CASES[name] for name in names}
     for facts in pool.run(unit_bodies.bitwise_equal, 2, cases=cases, axes=axes, timeout=240):
         assert facts == {name: [{}, 2, 18] for name in names}
