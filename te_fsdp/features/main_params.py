@@ -229,10 +229,6 @@ class MainParameters:
             pairs.append(None if pair.main is None else pair)
         return pairs
 
-    def are_all_state(self, optimizer: Optimizer) -> bool:
-        """Return whether main weights are all of the optimizer's state, as before its first step. Local operation."""
-        return all(set(state) == {MAIN} for state in optimizer.state.values())
-
     # --- in the parameters' places, and out of them
 
     def install_main_params(self, optimizer: Any, *, stepping: bool = False, keep_main: bool = False) -> None:

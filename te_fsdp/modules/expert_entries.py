@@ -39,11 +39,12 @@ from te_fsdp.modules.state_loading import (
     VERIFICATIONS,
     create_states,
     entries_of_second_names,
+    has_stepped,
     record_missing_states,
     refuse_missing_states,
 )
 from te_fsdp.quantized.boxed import QuantizedSlice
-from te_fsdp.records import KEEPS_MAIN_WEIGHTS, binding_of, get_record
+from te_fsdp.records import binding_of, get_record
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.patches import replace_once, wrapping
 from te_fsdp.upstream.torch_dcp import LoadTarget
@@ -189,7 +190,7 @@ def _refuse_padded(planner: Any) -> None:
 def _wrap_state_initialization(stock: Any) -> Any:
     """Wrap torch's step with zero gradients, whose dtype a parameter may refuse (``grad_dtype``).
 
-    torch omits the step if the optimizer has any state. Main weights that exist before the first step are state.
+    torch omits the step if the optimizer has any state, also if it consists of main weights or empty states.
     torch replaces a learning rate on the device by one on the CPU. FusedAdam's kernel then reads invalid memory.
     """
     original = stock
@@ -198,8 +199,8 @@ def _wrap_state_initialization(stock: Any) -> Any:
     def init_states(optimizer: torch.optim.Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         dtypes = [p for p in parameters if getattr(p, "grad_dtype", None) not in (None, p.dtype)]
-        main_params = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
-        unstepped = main_params is not None and main_params.are_all_state(optimizer)
+        has_records = any(map(get_record, parameters))
+        unstepped = bool(optimizer.state) and has_records and not has_stepped(optimizer)
         initialized = bool(optimizer.state) and not unstepped
         rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
         on_device = any(isinstance(rate, torch.Tensor) and rate.device.type != "cpu" for rate in rates)
@@ -210,7 +211,7 @@ def _wrap_state_initialization(stock: Any) -> Any:
         else:  # optimizers of other libraries may have no states
             has_states = type(optimizer).__module__.startswith(("torch.", "transformer_engine.", "te_fsdp."))
         is_omitted = pending and not initialized and has_states and not loads_shards.get()
-        if is_omitted and any(map(get_record, parameters)):
+        if is_omitted and has_records:
             raise OrderError(
                 f"{type(optimizer).__name__}: state dict before the first step",
                 expected="no gradients",

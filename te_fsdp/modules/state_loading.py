@@ -145,7 +145,7 @@ def create_missing_states(optimizer: Optimizer, entries: set[Sequence[str]], inf
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     names = {name for name, key in entries if key != MAIN}
     missing = {name: p for name, p in _without_state(optimizer, info).items() if name in names}
-    if not any(map(get_record, parameters)) or not _has_stepped(optimizer):  # torch creates all states
+    if not any(map(get_record, parameters)) or not has_stepped(optimizer):  # torch creates all states
         return
     meshes = [p.device_mesh for p in parameters if isinstance(p, DTensor)]
     # Ranks have different experts, and the step is collective.
@@ -200,8 +200,11 @@ def drop_main_weights(optimizer: Any, entries: set[Sequence[str]], info: Any) ->
             optimizer.state.get(parameter, {}).pop(MAIN, None)
 
 
-def _has_stepped(optimizer: Optimizer) -> bool:
-    """Return whether a parameter has a state. Main weights exist before the first step of their parameters."""
+def has_stepped(optimizer: Optimizer) -> bool:
+    """Return whether a parameter has a state. Local operation.
+
+    Main weights exist before the first step of their parameters. A read of ``optimizer.state[p]`` adds an empty one.
+    """
     return any(set(state) - {MAIN} for state in optimizer.state.values())
 
 
@@ -218,7 +221,7 @@ _lacking: dict[frozenset[str], set[str]] = {}
 
 def record_missing_states(states: dict[str, Any], optimizers: Iterable[Optimizer], info: Any) -> None:
     """Record which parameters have no state when torch returns a state dict, nested or flattened. Local operation."""
-    missing = {name: p for o in optimizers if _has_stepped(o) for name, p in _without_state(o, info).items()}
+    missing = {name: p for o in optimizers if has_stepped(o) for name, p in _without_state(o, info).items()}
     names = {name for name, state in states.get("state", {}).items() if state} or _named_states(states)[""]
     if names:  # else of a rank that does not keep the full state dict
         _lacking[frozenset(names)] = {name for name, p in missing.items() if get_record(p)}

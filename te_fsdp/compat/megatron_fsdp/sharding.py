@@ -49,6 +49,7 @@ from te_fsdp.features.main_weights import (
 from te_fsdp.features.nan_report import report_nan
 from te_fsdp.layout import OUTER_STRATEGIES
 from te_fsdp.materialization import materialize
+from te_fsdp.modules.state_loading import has_stepped
 from te_fsdp.records import KEEPS_MAIN_WEIGHTS
 from te_fsdp.shard_model import fully_shard as native_fully_shard
 from te_fsdp.sharded_model import require_sharded_model, sharded_model_of
@@ -446,7 +447,7 @@ def _allocate(optimizer: Any) -> None:
         OrderError: No parameter has state, and the optimizer cannot allocate it without a real step.
     """
     fused = _te.is_fused_adam(optimizer)
-    stepped = any(set(state) - {MAIN} for state in optimizer.state.values())
+    stepped = has_stepped(optimizer)
     # A first step does not apply dampening. The optimizer detects a first step by missing state.
     dampened = any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups)
     if not fused and not (type(optimizer) in _PLAIN and not dampened):

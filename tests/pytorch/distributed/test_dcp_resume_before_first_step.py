@@ -10,12 +10,14 @@ CASES = [
     ("torch", "bf16", "no_shard"),
     ("te_fsdp", "quantized", "no_shard"),
     ("te_fsdp", "bf16", "optim"),
+    ("torch", "fp32", "no_shard"),
+    ("te_fsdp", "fp32", "no_shard"),
 ]
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("sharder", "weights", "outer"), CASES)
-def test_optimizers_with_main_weights_only_resume(pool, sharder, weights, outer):
+def test_optimizers_that_have_not_stepped_resume(pool, sharder, weights, outer):
     for result in pool.run(
         search_regressions.resumed_by_plain_dcp, 4, sharder=sharder, weights=weights, outer=outer
     ):

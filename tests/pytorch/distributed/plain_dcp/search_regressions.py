@@ -98,7 +98,7 @@ def states_of_unused_optimizers(strategy: str, grads: torch.dtype | None) -> dic
 
 
 def resumed_by_plain_dcp(sharder: str, weights: str, outer: str) -> dict[str, Any]:
-    """Load a trained optimizer's states by plain DCP into a new job's optimizer with main weights only.
+    """Load a trained optimizer's states by plain DCP into a new one, which has main weights or empty states only.
 
     The optimizers are built, and read, as scripts of plain FSDP2 do. Another mesh loads unless HFSDP saved.
     """
@@ -115,6 +115,8 @@ def resumed_by_plain_dcp(sharder: str, weights: str, outer: str) -> dict[str, An
             model, optimizer = get_state_dict(*saved)
             dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder[0])
     initial = [harness.full(p.full_tensor()) for p in loaded[0].parameters()]
+    if weights == "fp32":
+        assert not any(loaded[1].state[p] for p in loaded[0].parameters())  # reading adds empty entries
     model, optimizer = get_state_dict(*loaded)
     read = [harness.full(p.full_tensor()) for p in loaded[0].parameters()]
     state = {"model": model, "optimizer": optimizer}
@@ -147,7 +149,8 @@ def _job(axes: dict[str, int], sharder: str, weights: str, outer: str) -> tuple[
 
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
     quantized = te.quantized_model_init(recipe=Float8CurrentScaling())
-    options = {"params_dtype": torch.bfloat16, "device": "meta", **meshes.te_kwargs()}
+    dtype = torch.float32 if weights == "fp32" else torch.bfloat16
+    options = {"params_dtype": dtype, "device": "meta", **meshes.te_kwargs()}
     with quantized if weights == "quantized" else contextlib.nullcontext():
         model = torch.nn.Sequential(te.Linear(64, 64, parallel_mode="column", **options))
     if sharder == "torch":
@@ -167,5 +170,5 @@ def _stepped(model: torch.nn.Module, optimizer: Any, step: int) -> list[torch.Te
         parameter.grad = torch.zeros_like(parameter) + (step + 1)
     optimizer.step()
     optimizer.zero_grad()
-    mains = [optimizer.state[parameter]["master_param"] for parameter in model.parameters()]
-    return [harness.full(main.full_tensor()) for main in mains]
+    mains = [optimizer.state[parameter].get("master_param", parameter) for parameter in model.parameters()]
+    return [harness.full(main.detach().full_tensor()) for main in mains]
