@@ -52,7 +52,8 @@ def fill_with_nan(fn: Any, tensors: Iterable[torch.Tensor | None]) -> bool:
 
     ``fn`` is the function that ``Module._apply`` has applied to the tensors. Local operation.
     """
-    if "to_empty" not in getattr(fn, "__qualname__", ""):
+    # torch passes a lambda of its method, and so do overrides.
+    if ".to_empty.<locals>" not in f".{getattr(fn, '__qualname__', '')}":
         return False
     for tensor in tensors:
         local = None if tensor is None else _torch.local_of(tensor).detach()

@@ -10,6 +10,7 @@ from torch import nn
 
 import te_fsdp
 from te_fsdp.errors import InitError
+from te_fsdp.initialize import fill_with_nan
 from te_fsdp.tensor_checksums import checksum
 from tests.unit.commands import run_text
 
@@ -210,3 +211,24 @@ def test_buffers_of_a_module_with_children_are_initialized():
             self.steps.zero_()
 
     assert te_fsdp.materialize(Mixer()).steps.item() == 0
+
+
+def test_only_memory_of_to_empty_is_filled_with_nan():
+    """Check that a conversion by a function of a similar name keeps the values."""
+
+    class Slots(torch.nn.Linear):
+        def copy_to_empty_slots(self):
+            return self._apply(lambda tensor: tensor.clone())
+
+        def _apply(self, fn, recurse=True):
+            super()._apply(fn, recurse)
+            self.filled = fill_with_nan(fn, self._parameters.values())
+            return self
+
+    layer = Slots(4, 4)
+    layer.copy_to_empty_slots()
+    assert not layer.filled
+    assert not layer.weight.isnan().any()
+    layer.to_empty(device="cpu")
+    assert layer.filled
+    assert layer.weight.isnan().all()
