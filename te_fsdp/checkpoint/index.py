@@ -224,7 +224,7 @@ def read_index(path: Path, manifest: Manifest) -> Index:
                         continue
                     # A negative number would select a file from the end of the list, without an error.
                     if len(table) and not 0 <= table[:, 0].min() <= table[:, 0].max() < len(files):
-                        raise DamagedFileError(f"it refers {key} to a file that it does not list")
+                        raise DamagedFileError(f"it places {key} in a file that it does not list")
                     yield key, table
 
     if INDEX not in manifest.files:

@@ -105,7 +105,7 @@ def test_load_rejects_an_index_without_files(tmp_path: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(indexes.json, "loads", without)
             result = read_index(tmp_path / "a", manifest)
-            with pytest.raises(CheckpointError, match="model.weight is in a file that it does not list"):
+            with pytest.raises(CheckpointError, match="it places model.weight in a file that it does not list"):
                 dict(result.rows(["model.weight"]))
     assert file.is_file()
 
@@ -121,7 +121,7 @@ def test_load_rejects_folders_without_weights(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="but pytorch_model.bin"):
         open_safetensors(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {}}))
-    with pytest.raises(CheckpointError, match="unreadable index .*names neither tensors nor files"):
+    with pytest.raises(CheckpointError, match="unreadable index .*its weight_map is empty"):
         open_safetensors(tmp_path)
 
 

@@ -125,7 +125,7 @@ def test_load_does_not_unpickle_dcp_metadata(
     [
         ("unlisted", f"{INDEX}: not listed in the manifest"),
         ("without a table", f"unreadable {INDEX}"),
-        ("of another save", f"unreadable {INDEX} .*a file of a different save"),
+        ("of another save", f"unreadable {INDEX} .*it was written by a different save"),
     ],
 )
 def test_load_rejects_an_index_of_a_different_save(

@@ -138,7 +138,7 @@ def test_load_errors_name_the_corrupted_file_and_tensor(saves: tuple[Path, Path]
     text = f"{DATA}: its contents have changed (CRC-32 of {span}), of model.2.weight."
     assert text in error and "Nothing was loaded" in error
     shutil.copy(saves[1] / DATA, path / DATA)
-    assert f"{DATA}: a file of a different save" in loaded_or_error(path, model, optimizer)
+    assert f"{DATA}: it was written by a different save" in loaded_or_error(path, model, optimizer)
     shutil.copy(saves[0] / DATA, path / DATA)
     shutil.copy(saves[1] / METADATA, path / METADATA)
     listed = json.loads((path / MANIFEST).read_text())
