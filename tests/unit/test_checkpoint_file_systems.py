@@ -105,7 +105,9 @@ def test_load_rejects_an_index_without_files(tmp_path: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(indexes.json, "loads", without)
             result = read_index(tmp_path / "a", manifest)
-            with pytest.raises(CheckpointError, match="it places model.weight in a file that it does not list"):
+            with pytest.raises(
+                CheckpointError, match="it places model.weight in a file that it does not list"
+            ):
                 dict(result.rows(["model.weight"]))
     assert file.is_file()
 
