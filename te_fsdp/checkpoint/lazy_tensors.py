@@ -39,6 +39,8 @@ _COPY = "the file is damaged or truncated; copy it again"
 _JOIN = "torch's HuggingFaceStorageWriter joins ranks' parts with enable_consolidation=True"
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+#: Bytes of a record above which it is mapped. A mapping costs as much as reading so many bytes.
+_MAPPED = 1 << 16
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -192,9 +194,8 @@ class DcpRecord(Lazy):
         value: Any = elements_of(data, self.dtype, self.shape, check=check)
         if value is None:  # written by a different release of torch, or a view of a larger tensor
             value = self._unpickled(data, check=check)
-        actual = (
-            (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
-        )
+        is_tensor = isinstance(value, torch.Tensor)
+        actual = (tuple(value.shape), value.dtype) if is_tensor else type(value).__name__
         if actual != (self.shape, self.dtype):
             label = f"{self.key}: its bytes in {self.file}"
             raise damaged_value(label, (self.shape, self.dtype), actual)
@@ -221,11 +222,15 @@ class DcpRecord(Lazy):
         return False
 
     def _read_bytes(self) -> torch.Tensor:
-        """Return the bytes as uint8 on the host, mapped if the file is local."""
-        if not is_remote(self.file):
+        """Return the bytes as uint8 on the host, mapped if the file is local and the record is large."""
+        data: Any
+        if is_remote(self.file):
+            data = bytearray(self.file.call("cat_file", start=self.offset, end=self.offset + self.length))
+        elif self.length > _MAPPED:
             # Copy-on-write: torch warns about memory that is read-only.
-            return torch.from_numpy(np.memmap(self.file, np.uint8, "c", self.offset, (self.length,)))
-        data = bytearray(self.file.call("cat_file", start=self.offset, end=self.offset + self.length))
+            data = np.memmap(self.file, np.uint8, "c", self.offset, (self.length,))
+        else:
+            data = np.fromfile(self.file, np.uint8, self.length, offset=self.offset)
         if len(data) != self.length:
             raise DamagedFileError(f"expected {self.length} bytes, got {len(data)}")
         return torch.frombuffer(data, dtype=torch.uint8)
