@@ -39,7 +39,7 @@ _COPY = "the file is damaged or truncated; copy it again"
 _JOIN = "torch's HuggingFaceStorageWriter joins ranks' parts with enable_consolidation=True"
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-#: Bytes of a record above which it is mapped. A mapping costs as much as reading so many bytes.
+#: Bytes of a record above which it is mapped. Below it a read costs less than a mapping.
 _MAPPED = 1 << 16
 _DTYPES = {
     torch.float64: "F64",
