@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from te_fsdp import state_dict_wrappers
 from te_fsdp.check_points import check_points
 from te_fsdp.collectives.agreement import raised_on_all_ranks
 from te_fsdp.collectives.rendezvous import collective_call
@@ -36,8 +37,7 @@ from te_fsdp.lifecycle import (
     track_replaced_parameters,
 )
 from te_fsdp.mesh_checks import check_1d
-from te_fsdp.modules.expert_entries import patch_expert_loading
-from te_fsdp.modules.fused_states import patch_fused_adam
+from te_fsdp.modules import expert_entries, fused_states, newest_amaxes, state_loading
 from te_fsdp.modules.grouped import GroupedModule, Selection, adopt_single, check_switch
 from te_fsdp.modules.mixin import (
     ForeignModule,
@@ -49,13 +49,12 @@ from te_fsdp.modules.mixin import (
 )
 from te_fsdp.modules.options import check_divisible
 from te_fsdp.modules.plan import ModuleMeshes, ModulePlan, plan_modules
-from te_fsdp.modules.state_loading import fit_main_weight, watch_loading
+from te_fsdp.modules.state_loading import watch_loading
 from te_fsdp.modules.torch_units import bound_models, explain_mesh, reshard_units
 from te_fsdp.modules.user_dtensors import on_te_fsdp_mesh
+from te_fsdp.quantized import boxed_loading, fsdp_hooks
 from te_fsdp.quantized.amax import refresh_quantized
 from te_fsdp.quantized.boxed import describe_shards
-from te_fsdp.quantized.boxed_loading import patch_loading
-from te_fsdp.quantized.fsdp_hooks import patch_fsdp_hooks
 from te_fsdp.quantized.shards import patch_new_zeros, requantize
 from te_fsdp.records import (
     BINDING,
@@ -69,12 +68,19 @@ from te_fsdp.records import (
     param_attrs_to_copy,
     require_model,
 )
-from te_fsdp.state_dict_wrappers import place_full_tensors
-from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
+from te_fsdp.row_order import refuse_writes_to_copies
+from te_fsdp.upstream import (
+    te as _te,
+    te_modules as _te_modules,
+    torch_dtensor as _torch,
+    torch_redistribution,
+)
 from te_fsdp.upstream.fsdp2_gradients import add_unsharded_inputs
-from te_fsdp.upstream.patches import pickle_element_types_by_value
+from te_fsdp.upstream.patches import PICKLES, Replacements, apply_patches
 from te_fsdp.upstream.torch_data import count_writes_to_data
 from te_fsdp.upstream.torch_functions import unscale_over_all_meshes
+from te_fsdp.upstream.torch_redistribution import move_strided_shards
+from te_fsdp.upstream.torch_rows import after_copies
 from te_fsdp.versions import warn_if_untested
 
 
@@ -260,6 +266,17 @@ def remove_bound_checks(model: nn.Module) -> None:
             record.bound_checks = None
 
 
+_TORCH_PATCHES: Replacements = (
+    *state_dict_wrappers.PATCHES,
+    *state_loading.PATCHES,
+    *torch_redistribution.PATCHES,
+    *boxed_loading.PATCHES,
+    *expert_entries.PATCHES,
+    *newest_amaxes.PATCHES,
+)
+_TE_PATCHES: Replacements = (*fsdp_hooks.PATCHES, *fused_states.PATCHES, *PICKLES)
+
+
 def bind(model: nn.Module, planned: Collection[ModulePlan]) -> None:
     """Apply a plan. Collective over the weight meshes of quantized weights on the device with one scale."""
     warn_if_untested()
@@ -274,17 +291,13 @@ def bind(model: nn.Module, planned: Collection[ModulePlan]) -> None:
     for item in planned:
         _bind(item, replaced)
     watch_loading(model)
-    place_full_tensors(PARAMETER, fit_main_weight)
+    apply_patches(_TORCH_PATCHES + _TE_PATCHES if _te.is_loaded() else _TORCH_PATCHES)
+    move_strided_shards()
+    after_copies(PARAMETER, refuse_writes_to_copies)
     count_writes_to_data(PARAMETER)
     add_unsharded_inputs()
     unscale_over_all_meshes()
     _torch.explain_concatenations(explain_mesh)
-    patch_loading()
-    patch_expert_loading()
-    if _te.is_loaded():
-        patch_fsdp_hooks()
-        patch_fused_adam()
-        pickle_element_types_by_value()
 
 
 def _communicates_over(

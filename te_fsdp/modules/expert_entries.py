@@ -17,7 +17,7 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, state_dict as _state_dict
+from torch.distributed.checkpoint import DefaultLoadPlanner, state_dict as _state_dict
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from te_fsdp.errors import CheckpointError, OrderError
@@ -25,18 +25,12 @@ from te_fsdp.layout import expert_index
 from te_fsdp.modules.extra_state import ExpertEntry, plain_entry
 from te_fsdp.modules.full_experts import (
     has_other_experts,
+    load_optimizer_states,
     loads_shards,
     with_all_experts,
-    wrap_optimizer_loading,
 )
-from te_fsdp.modules.newest_amaxes import (
-    wrap_final_plan,
-    wrap_full_state,
-    wrap_global_plan,
-    wrap_local_plan,
-)
+from te_fsdp.modules.newest_amaxes import full_model_state
 from te_fsdp.modules.state_loading import (
-    VERIFICATIONS,
     create_states,
     entries_of_second_names,
     has_stepped,
@@ -46,7 +40,7 @@ from te_fsdp.modules.state_loading import (
 from te_fsdp.quantized.boxed import QuantizedSlice
 from te_fsdp.records import binding_of, get_record
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
-from te_fsdp.upstream.patches import replace_once, wrapping
+from te_fsdp.upstream.patches import Replacements, wrapping
 from te_fsdp.upstream.torch_dcp import LoadTarget
 
 #: Attribute of a tensor in a state dict: an ExpertMark as a tuple, which ``torch.load(weights_only=True)`` accepts.
@@ -96,60 +90,50 @@ def mark_entries(module: torch.nn.Module, destination: dict[str, Any], prefix: s
             value.__dict__[_MARK] = tuple(mark)
 
 
-def patch_expert_loading() -> None:
-    """Mark optimizer states of experts, and let torch load either form; later calls do nothing."""
-
-    @wrapping
-    def wrap_optimizer_states(
-        stock: Any, model: torch.nn.Module, *args: Any, **kwargs: Any
-    ) -> dict[str, Any]:
-        states_of = with_all_experts(stock, model, *args, **kwargs)
-        for path, module in model.named_modules():
-            for name, mark in marks_of(module).items():
-                fqn = _torch.without_wrappers(f"{path}.{name}" if path else name)
-                shape = module._parameters[name].shape  # type: ignore[union-attr]
-                states = states_of["state"].get(fqn, {}) if "state" in states_of else states_of
-                for key, value in states.items():
-                    is_own = states is not states_of or key.startswith(f"state.{fqn}.")
-                    if is_own and isinstance(value, torch.Tensor) and value.shape == shape:
-                        value.__dict__[_MARK] = tuple(mark)
-        record_missing_states(states_of, *args)
-        return states_of
-
-    @wrapping
-    def wrap_model_state(stock: Any, model: torch.nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
-        # Ranks make tensors of the sizes that rank 0 broadcasts.
-        states_of = {key: plain_entry(value) for key, value in _in_model_form(model, state_dict).items()}
-        if info.broadcast_from_rank0:
-            # torch broadcasts the values of rank 0's quantized tensors. All ranks quantize them, with one scale.
-            values = {k: v.dequantize() for k, v in states_of.items() if _te.is_quantized(v)}
-            states_of = {**entries_of_second_names(model), **states_of, **values}
-        if info.broadcast_from_rank0 and has_other_experts(model):
-            # torch would move every tensor of rank 0 to the CPU, also experts that this rank does not have.
-            info = replace(info, cpu_offload=False)
-        return stock(model, states_of, info)
-
-    for owner, name, wrap in (
-        (_state_dict, "_get_optim_state_dict", wrap_optimizer_states),
-        (
-            _state_dict,
-            "_get_model_state_dict",
-            lambda stock: wrap_full_state(functools.partial(with_all_experts, stock)),
-        ),
-        (_state_dict, "_load_model_state_dict", wrap_model_state),
-        (_state_dict, "_load_optim_state_dict", lambda stock: wrap_optimizer_loading(stock, _in_model_form)),
-        (_state_dict, "_init_optim_state", _wrap_state_initialization),
-        *((_state_dict, name, wrap) for name, wrap in VERIFICATIONS),
-        (DefaultLoadPlanner, "create_local_plan", _wrap_load_plan),
-        (DefaultSavePlanner, "create_local_plan", wrap_local_plan),
-        (DefaultSavePlanner, "create_global_plan", wrap_global_plan),
-        (DefaultSavePlanner, "finish_plan", wrap_final_plan),
-    ):
-        replace_once(owner, name, wrap)
+@wrapping
+def _optimizer_states(model: torch.nn.Module, *args: Any, stock: Any, **kwargs: Any) -> dict[str, Any]:
+    states_of = with_all_experts(stock, model, *args, **kwargs)
+    for path, module in model.named_modules():
+        for name, mark in marks_of(module).items():
+            fqn = _torch.without_wrappers(f"{path}.{name}" if path else name)
+            shape = module._parameters[name].shape  # type: ignore[union-attr]
+            states = states_of["state"].get(fqn, {}) if "state" in states_of else states_of
+            for key, value in states.items():
+                is_own = states is not states_of or key.startswith(f"state.{fqn}.")
+                if is_own and isinstance(value, torch.Tensor) and value.shape == shape:
+                    value.__dict__[_MARK] = tuple(mark)
+    record_missing_states(states_of, *args)
+    return states_of
 
 
 @wrapping
-def _wrap_load_plan(stock: Any, self: Any) -> Any:
+def _load_model_state(model: torch.nn.Module, state_dict: dict[str, Any], info: Any, *, stock: Any) -> Any:
+    # Ranks make tensors of the sizes that rank 0 broadcasts.
+    states_of = {key: plain_entry(value) for key, value in _in_model_form(model, state_dict).items()}
+    if info.broadcast_from_rank0:
+        # torch broadcasts the values of rank 0's quantized tensors. All ranks quantize them, with one scale.
+        values = {k: v.dequantize() for k, v in states_of.items() if _te.is_quantized(v)}
+        states_of = {**entries_of_second_names(model), **states_of, **values}
+    if info.broadcast_from_rank0 and has_other_experts(model):
+        # torch would move every tensor of rank 0 to the CPU, also experts that this rank does not have.
+        info = replace(info, cpu_offload=False)
+    return stock(model, states_of, info)
+
+
+@wrapping
+def _model_state(model: torch.nn.Module, *args: Any, stock: Any) -> dict[str, Any]:
+    return full_model_state(functools.partial(with_all_experts, stock), model, *args)
+
+
+@wrapping
+def _load_optimizer_states(
+    model: torch.nn.Module, optimizers: Any, state_dict: Any, info: Any, *, stock: Any
+) -> None:
+    load_optimizer_states(stock, _in_model_form, model, optimizers, state_dict, info)
+
+
+@wrapping
+def _load_plan(self: Any, *, stock: Any) -> Any:
     _refuse_padded(self)
     refuse_missing_states(self)
     _place_entries(self)
@@ -445,3 +429,14 @@ class _Fit:
 
     def _targets(self, saved: str) -> list[str]:
         return [key for key, keys in self.others.items() if saved in keys]
+
+
+#: torch marks optimizer states of experts, and loads either form.
+PATCHES: Replacements = (
+    (_state_dict, "_get_optim_state_dict", _optimizer_states),
+    (_state_dict, "_get_model_state_dict", _model_state),
+    (_state_dict, "_load_model_state_dict", _load_model_state),
+    (_state_dict, "_load_optim_state_dict", _load_optimizer_states),
+    (_state_dict, "_init_optim_state", _wrap_state_initialization),
+    (DefaultLoadPlanner, "create_local_plan", _load_plan),
+)

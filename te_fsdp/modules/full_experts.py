@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.collectives.agreement import from_rank_0, gather, rank, world_size
@@ -49,7 +50,7 @@ class Experts(NamedTuple):
     others: set[str]  #: Names of the other ranks' tensors
 
 
-def _modules(model: torch.nn.Module) -> Iterator[Experts]:
+def _modules(model: nn.Module) -> Iterator[Experts]:
     """Yield the experts of each module that does not have all of them on this rank. Local operation."""
     for path, module in model.named_modules():
         binding = binding_of(module)
@@ -71,7 +72,7 @@ def _modules(model: torch.nn.Module) -> Iterator[Experts]:
         yield Experts(binding.ep.mesh, f"{path}." if path else "", local_names, others)
 
 
-def with_all_experts(stock: Callable[..., Any], model: torch.nn.Module, *arguments: Any) -> Any:
+def with_all_experts(stock: Callable[..., Any], model: nn.Module, *arguments: Any) -> Any:
     """Call torch's function that returns a state dict; complete the experts of an unsharded one.
 
     Collective over the meshes of the experts, for an unsharded state dict.
@@ -169,60 +170,62 @@ def _unsharded(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     return (value.dequantize() if _te.is_quantized(value) else value).contiguous()
 
 
-def has_other_experts(model: torch.nn.Module) -> bool:
+def has_other_experts(model: nn.Module) -> bool:
     """Return whether other ranks have experts of the model that this rank does not have. Local operation."""
     return any(experts.others for experts in _modules(model))
 
 
-def wrap_optimizer_loading(stock: Any, in_model_form: Callable[..., Any]) -> Any:
-    """Wrap torch's function that loads an optimizer's state dict; ``in_model_form`` renames entries of experts."""
-
-    @functools.wraps(stock)
-    def load_states(model: torch.nn.Module, optimizers: Any, state_dict: Any, info: Any) -> None:
-        # Without expert parallelism torch broadcasts the parameters that rank 0 has. Otherwise the full state dict of
-        # rank 0 is broadcast here, and each rank keeps the states of its parameters.
-        modules = [*_modules(model)] if info.broadcast_from_rank0 and world_size() > 1 else []
-        if modules:
-            flat: dict[_Path, Any] = {(key,): value for key, value in state_dict.items() if key != "state"}
-            for name, param_state in state_dict.get("state", {}).items():
-                flat |= {("state", name, key): value for key, value in param_state.items()}
-            described = [
-                {path: _Tensor(tuple(v.shape), v.dtype) if _is_sent(v) else v for path, v in flat.items()}
-            ]
-            dist.broadcast_object_list(described, src=0)
-            device = torch.device(modules[0].mesh.device_type)
-            others = {experts.prefix + name for experts in modules for name in experts.others}
-            heads = tuple(f"{kind}.{name}." for kind in ("state", "param_groups") for name in others)
-            loaded: dict[str, Any] = {}
-            for path, value in described[0].items():
-                if isinstance(value, _Tensor):
-                    full = torch.empty(value.shape, dtype=value.dtype, device=device)
-                    if rank() == 0:
-                        full.copy_(flat[path])
-                    dist.broadcast(as_bits(full), src=0)
-                    value = full.cpu()
-                if others.isdisjoint(path) and not path[0].startswith(heads):
-                    _holder(loaded, path)[path[-1]] = value
-            state_dict, info = loaded, replace(info, broadcast_from_rank0=False)
-        state_dict = in_model_form(model, state_dict)
-        for optimizer in optimizers if info.full_state_dict or "state" not in state_dict else ():
-            find = functools.partial(loaded_entries, model, optimizer, state_dict, info)
-            # Only rank 0 has a state dict. Other ranks would wait if it raised alone.
-            entries = from_rank_0(find) if info.broadcast_from_rank0 else find()
-            create_missing_states(optimizer, entries, info)
-            drop_main_weights(optimizer, entries, info)
-        tokens = _loads.set(True), loads_shards.set(not info.full_state_dict and "state" in state_dict)
-        # torch would look for nested states in the optimizer's flattened ones.
-        is_flat = info.full_state_dict and info.flatten_optimizer_state_dict
-        nested = replace(info, flatten_optimizer_state_dict=False) if is_flat else info
-        try:
-            for some in [(optimizer,) for optimizer in optimizers] if is_flat else [optimizers]:
-                states = nested_states(*some, state_dict, info) if is_flat else state_dict
-                stock(model, some, states, nested)
-        finally:
-            _loads.reset(tokens[0])
-            loads_shards.reset(tokens[1])
-        for optimizer in optimizers:
-            _te.move_options(optimizer)
-
-    return load_states
+def load_optimizer_states(
+    stock: Any,
+    in_model_form: Callable[..., Any],
+    model: nn.Module,
+    optimizers: Any,
+    state_dict: Any,
+    info: Any,
+) -> None:
+    """Call torch's function that loads an optimizer's state dict; ``in_model_form`` renames entries of experts."""
+    # Without expert parallelism torch broadcasts the parameters that rank 0 has. Otherwise the full state dict of
+    # rank 0 is broadcast here, and each rank keeps the states of its parameters.
+    modules = [*_modules(model)] if info.broadcast_from_rank0 and world_size() > 1 else []
+    if modules:
+        flat: dict[_Path, Any] = {(key,): value for key, value in state_dict.items() if key != "state"}
+        for name, param_state in state_dict.get("state", {}).items():
+            flat |= {("state", name, key): value for key, value in param_state.items()}
+        described = [
+            {path: _Tensor(tuple(v.shape), v.dtype) if _is_sent(v) else v for path, v in flat.items()}
+        ]
+        dist.broadcast_object_list(described, src=0)
+        device = torch.device(modules[0].mesh.device_type)
+        others = {experts.prefix + name for experts in modules for name in experts.others}
+        heads = tuple(f"{kind}.{name}." for kind in ("state", "param_groups") for name in others)
+        loaded: dict[str, Any] = {}
+        for path, value in described[0].items():
+            if isinstance(value, _Tensor):
+                full = torch.empty(value.shape, dtype=value.dtype, device=device)
+                if rank() == 0:
+                    full.copy_(flat[path])
+                dist.broadcast(as_bits(full), src=0)
+                value = full.cpu()
+            if others.isdisjoint(path) and not path[0].startswith(heads):
+                _holder(loaded, path)[path[-1]] = value
+        state_dict, info = loaded, replace(info, broadcast_from_rank0=False)
+    state_dict = in_model_form(model, state_dict)
+    for optimizer in optimizers if info.full_state_dict or "state" not in state_dict else ():
+        find = functools.partial(loaded_entries, model, optimizer, state_dict, info)
+        # Only rank 0 has a state dict. Other ranks would wait if it raised alone.
+        entries = from_rank_0(find) if info.broadcast_from_rank0 else find()
+        create_missing_states(optimizer, entries, info)
+        drop_main_weights(optimizer, entries, info)
+    tokens = _loads.set(True), loads_shards.set(not info.full_state_dict and "state" in state_dict)
+    # torch would look for nested states in the optimizer's flattened ones.
+    is_flat = info.full_state_dict and info.flatten_optimizer_state_dict
+    nested = replace(info, flatten_optimizer_state_dict=False) if is_flat else info
+    try:
+        for some in [(optimizer,) for optimizer in optimizers] if is_flat else [optimizers]:
+            states = nested_states(*some, state_dict, info) if is_flat else state_dict
+            stock(model, some, states, nested)
+    finally:
+        _loads.reset(tokens[0])
+        loads_shards.reset(tokens[1])
+    for optimizer in optimizers:
+        _te.move_options(optimizer)

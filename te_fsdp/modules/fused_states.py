@@ -16,42 +16,39 @@ import torch
 from te_fsdp.boxed_dtensor import boxed_like
 from te_fsdp.records import checks_of, get_record
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
-from te_fsdp.upstream.patches import apply_patch, wrapping
+from te_fsdp.upstream.patches import Replacements, wrapping
 
 
-def patch_fused_adam() -> None:
-    """Patch the two methods of ``FusedAdam`` that create state tensors. Later calls do nothing. Local operation."""
+def _initializing(stock: Callable[..., None]) -> Callable[..., None]:
+    @_torch.runs_eagerly
+    @functools.wraps(stock)
+    def initialize(self: Any, param: torch.Tensor, state_name: str, *args: Any, **kwargs: Any) -> None:
+        # A state that FusedAdam does not have was loaded from an optimizer of a different class.
+        if state_name not in self.name_to_dtype_map and get_record(param) is not None:
+            for check in checks_of(param).states:
+                check(self, param, state_name)
+        stock(self, param, state_name, *args, **kwargs)
+        boxed_like(self.state[param][state_name], param)
 
-    def wrap_initialize(stock: Callable[..., None]) -> Callable[..., None]:
-        @_torch.runs_eagerly
-        @functools.wraps(stock)
-        def initialize(self: Any, param: torch.Tensor, state_name: str, *args: Any, **kwargs: Any) -> None:
-            # A state that FusedAdam does not have was loaded from an optimizer of a different class.
-            if state_name not in self.name_to_dtype_map and get_record(param) is not None:
-                for check in checks_of(param).states:
-                    check(self, param, state_name)
-            stock(self, param, state_name, *args, **kwargs)
-            boxed_like(self.state[param][state_name], param)
+    return initialize
 
-        return initialize
 
-    @wrapping
-    def wrap_state_dict(
-        stock: Callable[..., dict[str, Any]], self: Any, *args: Any, **kwargs: Any
-    ) -> dict[str, Any]:
-        result = stock(self, *args, **kwargs)
-        # The keys of a state dict number the parameters in the order of the groups.
-        keys = chain.from_iterable(group["params"] for group in result["param_groups"])
-        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
-        for key, parameter in zip(keys, parameters, strict=False):
-            entries, local = result["state"].get(key, {}), _torch.local_of(parameter)
-            # Steps do not update the main weights of FP32 weights. Low-precision models load them as their own.
-            is_fp32 = parameter.dtype == torch.float32 and not _te.is_quantized(local)
-            if "master_param" in entries and is_fp32 and get_record(parameter) is not None:
-                entries["master_param"] = parameter.detach().clone()
-            for value in entries.values():
-                boxed_like(value, parameter)
-        return result
+@wrapping
+def _state_dict(self: Any, *args: Any, stock: Callable[..., dict[str, Any]], **kwargs: Any) -> dict[str, Any]:
+    result = stock(self, *args, **kwargs)
+    # The keys of a state dict number the parameters in the order of the groups.
+    keys = chain.from_iterable(group["params"] for group in result["param_groups"])
+    parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+    for key, parameter in zip(keys, parameters, strict=False):
+        entries, local = result["state"].get(key, {}), _torch.local_of(parameter)
+        # Steps do not update the main weights of FP32 weights. Low-precision models load them as their own.
+        is_fp32 = parameter.dtype == torch.float32 and not _te.is_quantized(local)
+        if "master_param" in entries and is_fp32 and get_record(parameter) is not None:
+            entries["master_param"] = parameter.detach().clone()
+        for value in entries.values():
+            boxed_like(value, parameter)
+    return result
 
-    apply_patch("states", wrap_initialize)
-    apply_patch("states of dicts", wrap_state_dict)
+
+#: The two methods of ``FusedAdam`` that create state tensors
+PATCHES: Replacements = ((None, "states", _initializing), (None, "states of dicts", _state_dict))

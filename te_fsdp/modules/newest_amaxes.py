@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -22,7 +23,7 @@ from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.modules.extra_state import Amaxes, newest_amaxes, with_newest_amaxes
 from te_fsdp.records import binding_of, get_record
 from te_fsdp.upstream import torch_dtensor as _torch
-from te_fsdp.upstream.patches import wrapping
+from te_fsdp.upstream.patches import Replacements, wrapping
 
 
 class PlanData(dict[str, Any]):
@@ -48,15 +49,15 @@ def maxima(by_rank: Iterable[Amaxes]) -> Amaxes:
 
 
 @wrapping
-def wrap_local_plan(stock: Any, self: Any) -> Any:
-    """Wrap ``create_local_plan`` of a save planner. The coordinator also gets the amaxes of a cached plan."""
+def _local_plan(self: Any, *, stock: Any) -> Any:
+    """Call ``create_local_plan`` of a save planner. The coordinator also gets the amaxes of a cached plan."""
     plan, amaxes = stock(self), newest_amaxes(self.state_dict)
     return replace(plan, planner_data=PlanData.join(plan.planner_data, amaxes)) if amaxes else plan
 
 
 @wrapping
-def wrap_global_plan(stock: Any, self: Any, all_plans: Any) -> Any:
-    """Wrap ``create_global_plan`` of a save planner, which runs on the coordinator only."""
+def _global_plan(self: Any, all_plans: Any, *, stock: Any) -> Any:
+    """Call ``create_global_plan`` of a save planner, which runs on the coordinator only."""
     amaxes = maxima(getattr(plan.planner_data, "amaxes", {}) for plan in all_plans)
     plans, metadata = stock(self, all_plans)
     # Cached plans have the amaxes of an earlier save.
@@ -65,16 +66,15 @@ def wrap_global_plan(stock: Any, self: Any, all_plans: Any) -> Any:
 
 
 @wrapping
-def wrap_final_plan(stock: Any, self: Any, new_plan: Any) -> Any:
-    """Wrap ``finish_plan`` of a save planner: the rank that writes an entry writes it with the maxima."""
+def _final_plan(self: Any, new_plan: Any, *, stock: Any) -> Any:
+    """Call ``finish_plan`` of a save planner: the rank that writes an entry writes it with the maxima."""
     amaxes = getattr(new_plan.planner_data, "amaxes", {})
     self.state_dict = _with_maxima(self.state_dict, amaxes) if amaxes else self.state_dict
     return stock(self, new_plan)
 
 
-@wrapping
-def wrap_full_state(stock: Any, model: torch.nn.Module, *args: Any) -> dict[str, Any]:
-    """Wrap torch's function that returns a model's state dict. Collective over the mesh for an unsharded one."""
+def full_model_state(stock: Any, model: torch.nn.Module, *args: Any) -> dict[str, Any]:
+    """Call torch's function that returns a model's state dict. Collective over the mesh for an unsharded one."""
     state = stock(model, *args)
     if not args[-1].full_state_dict:
         return state
@@ -105,3 +105,10 @@ def _with_maxima(state: dict[str, Any], amaxes: Amaxes) -> dict[str, Any]:
     """Return a state dict whose entries have these amaxes. Entries of other ranks are omitted."""
     keys = {key for key, _ in amaxes} & state.keys()
     return {**state, **{key: with_newest_amaxes(key, state[key], amaxes) for key in keys}}
+
+
+PATCHES: Replacements = (
+    (DefaultSavePlanner, "create_local_plan", _local_plan),
+    (DefaultSavePlanner, "create_global_plan", _global_plan),
+    (DefaultSavePlanner, "finish_plan", _final_plan),
+)

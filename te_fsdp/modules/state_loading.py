@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint import state_dict as _state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from te_fsdp.boxed_dtensor import rows_for
+from te_fsdp.boxed_dtensor import order_states, rows_for
 from te_fsdp.collectives.agreement import are_equal, gather_by_rank, on_any_rank
 from te_fsdp.collectives.rendezvous import format_ranks
 from te_fsdp.errors import CheckpointError, OrderError, PlacementError, shorten
 from te_fsdp.quantized.amax import MAIN
 from te_fsdp.quantized.boxed_loading import quantize_pending
 from te_fsdp.records import KEEPS_MAIN_WEIGHTS, get_record, module_record
+from te_fsdp.state_dict_wrappers import require_same_form
 from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
 from te_fsdp.upstream.fsdp2_units import wait_and_reshard
-from te_fsdp.upstream.patches import wrapping
+from te_fsdp.upstream.patches import Replacements, wrapping
 from te_fsdp.upstream.torch_dcp import is_called_by
 
 _ASSIGN = "assign_to_params_buffers"
@@ -82,8 +85,8 @@ def entries_of_second_names(model: nn.Module) -> dict[str, None]:
 
 
 @wrapping
-def wrap_options(stock: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Wrap torch's function that maps a model's parameters to FQNs, which it then uses for the optimizer's parameters.
+def _resharded(model: nn.Module, *args: Any, stock: Any, **kwargs: Any) -> Any:
+    """Call torch's function that maps a model's parameters to FQNs, which it then uses for the optimizer's parameters.
 
     It needs the sharded parameters, because the optimizer has those.
     """
@@ -92,8 +95,8 @@ def wrap_options(stock: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any
 
 
 @wrapping
-def wrap_verification(stock: Any, model_state: Any, optimizer_state: Any, info: Any) -> None:
-    """Wrap torch's check of the arguments of ``set_state_dict``, which is wrong if ranks other than 0 pass ``{}``.
+def _verify_on_all_ranks(model_state: Any, optimizer_state: Any, info: Any, *, stock: Any) -> None:
+    """Call torch's check of the arguments of ``set_state_dict``, which is wrong if ranks other than 0 pass ``{}``.
 
     It raises on these ranks alone, or lets them omit the model with ``broadcast_from_rank0``: the others wait.
     """
@@ -256,8 +259,29 @@ def refuse_missing_states(planner: Any) -> None:
         )
 
 
-#: Functions of torch that check the arguments of every call for state dicts, and their wrappers
-VERIFICATIONS = ("_verify_options", wrap_options), ("_verify_state_dict", wrap_verification)
+@wrapping
+def _load_states(self: Optimizer, state_dict: dict[str, Any], *, stock: Any) -> None:
+    remainders = getattr(self, "store_param_remainders", None)  # of TE's FusedAdam
+    keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    params = chain.from_iterable(group["params"] for group in self.param_groups)
+    for key, parameter in zip(keys, params, strict=False):
+        state = state_dict["state"].get(key) or {}
+        main, is_bf16 = state.get("master_param"), parameter.dtype == torch.bfloat16
+        form = torch.int16 if remainders and is_bf16 else torch.float32
+        if remainders is not None and main is not None:
+            require_same_form(f"{key}.master_param", main.dtype, torch.empty(0, dtype=form))
+        if state:
+            state_dict["state"][key] = fit_main_weight(self, parameter, state, form)
+    order_states(self, state_dict)
+    stock(self, state_dict)
+
+
+PATCHES: Replacements = (
+    (Optimizer, "load_state_dict", _load_states),
+    # Every call for state dicts checks its arguments by these.
+    (_state_dict, "_verify_options", _resharded),
+    (_state_dict, "_verify_state_dict", _verify_on_all_ranks),
+)
 
 
 def _check(label: str, parameter: DTensor, value: torch.Tensor, assign: bool) -> None:

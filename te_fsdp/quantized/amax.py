@@ -29,7 +29,7 @@ from te_fsdp.quantized.quantizer_record import (
     quantizer_record,
 )
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
-from te_fsdp.upstream.patches import apply_patch
+from te_fsdp.upstream.patches import Replacements, apply_patches, wrapping
 from te_fsdp.upstream.te_formats import has_amax_history
 
 #: Key of the main weight in the state of a parameter, as in TransformerEngine's FusedAdam
@@ -53,7 +53,7 @@ def set_amax_group(tensor: torch.Tensor, group_name: str | None) -> None:
     for quantizer in _te.all_one_scale_quantizers(tensor):
         _te.set_quantizer_amax_group(quantizer, None)
         if group_name is not None:
-            patch_delayed_updates()
+            apply_patches(DELAYED_UPDATES)
             change_quantizer_record(quantizer, amax_group=group_name)
 
 
@@ -108,21 +108,19 @@ def reduce_max(amaxes: list[torch.Tensor], group: dist.ProcessGroup | None) -> N
         amax.copy_(value)
 
 
-def patch_delayed_updates() -> None:
-    """Let writes of delayed-scaling weights reduce the newest amax ([Note: amax of delayed scaling])."""
+@wrapping
+def _update_quantized(
+    self: Any, src: torch.Tensor, dst: Any, *, stock: Callable[..., Any], **kwargs: Any
+) -> Any:
+    result = stock(self, src, dst, **kwargs)
+    # A copy has the same scale and history, but only the weight's own quantizer reduces its amax.
+    if quantizer_record(self).amax_group is not None and self is _te.quantizer_of(dst):
+        reduce_newest_amax([dst])
+    return result
 
-    def wrap_update(stock: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(stock)
-        def update_quantized(self: Any, src: torch.Tensor, dst: Any, **kwargs: Any) -> Any:
-            result = stock(self, src, dst, **kwargs)
-            # A copy has the same scale and history, but only the weight's own quantizer reduces its amax.
-            if quantizer_record(self).amax_group is not None and self is _te.quantizer_of(dst):
-                reduce_newest_amax([dst])
-            return result
 
-        return update_quantized
-
-    apply_patch("delayed", wrap_update)
+#: Writes of delayed-scaling weights reduce the newest amax ([Note: amax of delayed scaling]).
+DELAYED_UPDATES: Replacements = ((None, "delayed", _update_quantized),)
 
 
 # --- around a step

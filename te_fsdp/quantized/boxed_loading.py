@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import default_planner, filesystem, hf_storage, state_dict_loader
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.collectives.groups import ranks_along
@@ -31,9 +32,8 @@ from te_fsdp.quantized.boxed import (
 from te_fsdp.quantized.components import buffers_of_parts, components_of, drop_derived_state
 from te_fsdp.quantized.quantizer_record import change_quantizer_record
 from te_fsdp.quantized.shards import quantize_with_shared_scale
-from te_fsdp.state_dict_wrappers import wrap_dcp
 from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
-from te_fsdp.upstream.patches import wrapping
+from te_fsdp.upstream.patches import Replacements, wrapping
 from te_fsdp.upstream.torch_dcp import LoadTarget
 
 
@@ -242,47 +242,54 @@ def _entries(state_dict: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any,
             yield state_dict, (*path, key), value
 
 
-def patch_loading() -> None:
-    """Let ``dcp.load`` read into slices of TE's quantized tensors, and safetensors get their values; once."""
+@wrapping
+def _load(state_dict: dict[str, Any], *args: Any, stock: Any, **kwargs: Any) -> None:
+    stock(state_dict, *args, **kwargs)
+    arguments = inspect.signature(stock).bind(state_dict, *args, **kwargs).arguments
 
-    @wrapping
-    def wrap_load(stock: Any, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        stock(state_dict, *args, **kwargs)
-        arguments = inspect.signature(stock).bind(state_dict, *args, **kwargs).arguments
+    def read(more: dict[str, Any]) -> None:
+        stock(**{**arguments, "state_dict": more, "process_group": None, "no_dist": True})
 
-        def read(more: dict[str, Any]) -> None:
-            stock(**{**arguments, "state_dict": more, "process_group": None, "no_dist": True})
+    # With `no_dist`, or in a group of some ranks, others may not load at all, so a collective would hang.
+    ranks = {0}
+    if dist.is_initialized():
+        no_dist = arguments.get("no_dist", False)
+        group = arguments.get("process_group") or dist.group.WORLD
+        ranks = {dist.get_rank()} if no_dist else set(dist.get_process_group_ranks(group))
+    finish_load(state_dict, ranks, read)
 
-        # With `no_dist`, or in a group of some ranks, others may not load at all, so a collective would hang.
-        ranks = {0}
-        if dist.is_initialized():
-            no_dist = arguments.get("no_dist", False)
-            group = arguments.get("process_group") or dist.group.WORLD
-            ranks = {dist.get_rank()} if no_dist else set(dist.get_process_group_ranks(group))
-        finish_load(state_dict, ranks, read)
 
-    @wrapping
-    def wrap_narrow(
-        stock: Any, tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]
-    ) -> torch.Tensor:
-        if _te.is_quantized(tensor) and not _te.is_grouped(tensor) and tuple(sizes) != tuple(tensor.shape):
-            if tensor.ndim == 3:  # of one expert in a tensor of all
-                return QuantizedSlice(tensor.view(tensor.shape[1:]), offsets[1:], sizes[1:], True)
-            return QuantizedSlice(tensor, offsets, sizes)
-        return stock(tensor, offsets, sizes)
+@wrapping
+def _narrow(
+    tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int], *, stock: Any
+) -> torch.Tensor:
+    if _te.is_quantized(tensor) and not _te.is_grouped(tensor) and tuple(sizes) != tuple(tensor.shape):
+        if tensor.ndim == 3:  # of one expert in a tensor of all
+            return QuantizedSlice(tensor.view(tensor.shape[1:]), offsets[1:], sizes[1:], True)
+        return QuantizedSlice(tensor, offsets, sizes)
+    return stock(tensor, offsets, sizes)
 
-    @wrapping
-    def wrap_write(stock: Any, self: Any, plan: Any, planner: Any) -> Any:
-        # The format has plain tensors only. The metadata already describes the weight by its nominal dtype.
-        plain = copy.copy(planner)
 
-        def values_of(item: Any) -> Any:
-            data = values = planner.resolve_data(item)
-            if isinstance(data, torch.Tensor) and _te.is_quantized(data):
-                values = data.dequantize(dtype=data.dtype)  # type: ignore[call-arg]
-            return values
+@wrapping
+def _write(self: Any, plan: Any, planner: Any, *, stock: Any) -> Any:
+    # The format has plain tensors only. The metadata already describes the weight by its nominal dtype.
+    plain = copy.copy(planner)
 
-        plain.resolve_data = values_of
-        return stock(self, plan, plain)
+    def values_of(item: Any) -> Any:
+        data = values = planner.resolve_data(item)
+        if isinstance(data, torch.Tensor) and _te.is_quantized(data):
+            values = data.dequantize(dtype=data.dtype)  # type: ignore[call-arg]
+        return values
 
-    wrap_dcp(wrap_narrow, wrap_load, wrap_write)
+    plain.resolve_data = values_of
+    return stock(self, plan, plain)
+
+
+#: ``dcp.load`` reads into slices of TE's quantized tensors, and safetensors get their values. The planner narrows the
+#: tensors that a load fills, if they are not DTensors.
+PATCHES: Replacements = (
+    (filesystem, "narrow_tensor_by_index", _narrow),
+    (default_planner, "narrow_tensor_by_index", _narrow),
+    (state_dict_loader, "_load_state_dict", _load),
+    (hf_storage.HuggingFaceStorageWriter, "write_data", _write),
+)

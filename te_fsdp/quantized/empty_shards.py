@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,42 +11,35 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from te_fsdp.quantized.quantizer_record import with_group
 from te_fsdp.upstream import te as _te
-from te_fsdp.upstream.patches import apply_patch
+from te_fsdp.upstream.patches import Replacements, wrapping
 
 
 # [Note: shards without rows] FSDP2 shards rows into chunks of ceil(M / n), so small weights leave ranks
 # without rows. These ranks still participate in the amax reduction and read the gathered data with their own
 # copy of the scale. TE 2.20.2 skips empty tensors in two places. Its extension returns before the all-reduce,
 # so other ranks wait forever. Its Adam kernel for delayed scaling does not update the scale.
-def patch_empty_shards() -> None:
-    """Let empty tensors participate in current scaling's amax reductions. Applied once per process."""
+@wrapping
+def _update_quantized(
+    self: Any, src: torch.Tensor, dst: torch.Tensor, *, stock: Callable[..., torch.Tensor], **options: Any
+) -> torch.Tensor:
+    group = _te.amax_group_of(dst)
+    # TE skips the amax reduction of an empty tensor. The other ranks of the group would wait for this one.
+    if src.numel() > 0 or group is None:
+        return stock(self, src, dst, **options)
+    _te.inverse_scale_of(dst).copy_(_shared_scale(self, group, src))
+    return dst
 
-    def wrap_update(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        @functools.wraps(stock)
-        def update_quantized(self: Any, src: torch.Tensor, dst: torch.Tensor, **options: Any) -> torch.Tensor:
-            group = _te.amax_group_of(dst)
-            # TE skips the amax reduction of an empty tensor. The other ranks of the group would wait for this
-            # one.
-            if src.numel() > 0 or group is None:
-                return stock(self, src, dst, **options)
-            _te.inverse_scale_of(dst).copy_(_shared_scale(self, group, src))
-            return dst
 
-        return update_quantized
+@wrapping
+def _quantize(self: Any, tensor: torch.Tensor, *, stock: Callable[..., torch.Tensor]) -> torch.Tensor:
+    if tensor.numel() > 0 or not getattr(self, _te.REDUCES_AMAX):
+        return stock(self, tensor)
+    local = stock(with_group(self, None), tensor)
+    _te.inverse_scale_of(local).copy_(_shared_scale(self, _te.amax_group_of(self), tensor))
+    return local
 
-    def wrap_quantize(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        @functools.wraps(stock)
-        def quantize_impl(self: Any, tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.numel() > 0 or not getattr(self, _te.REDUCES_AMAX):
-                return stock(self, tensor)
-            local = stock(with_group(self, None), tensor)
-            _te.inverse_scale_of(local).copy_(_shared_scale(self, _te.amax_group_of(self), tensor))
-            return local
 
-        return quantize_impl
-
-    apply_patch("quantize empty", wrap_quantize)
-    apply_patch("update empty", wrap_update)
+EMPTY_SHARDS: Replacements = ((None, "quantize empty", _quantize), (None, "update empty", _update_quantized))
 
 
 def _shared_scale(quantizer: Any, group: Any, like: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,6 @@ at the place, and do not affect modules without a te_fsdp binding.
 from __future__ import annotations
 
 import functools
-import inspect
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,7 +23,7 @@ from te_fsdp.layout import ParameterRule
 from te_fsdp.quantized.alignment import Grid, Weight, check_fit, refuse_sharded_rows
 from te_fsdp.quantized.amax import has_amax_group, set_amax_group
 from te_fsdp.quantized.components import bytes_of_ranks, components_of, keep_rowwise_only, pack_bytes
-from te_fsdp.quantized.empty_shards import patch_empty_shards, share_scale
+from te_fsdp.quantized.empty_shards import EMPTY_SHARDS, share_scale
 from te_fsdp.quantized.gather_metadata import CustomGather, GatherMetadata, Packed, Replay, replay_gather
 from te_fsdp.quantized.shards import attach_amax_group, check_weight_mesh
 from te_fsdp.records import BINDING, WEIGHT, ModuleBinding, WeightRecord, is_replicated, weight_record
@@ -37,7 +36,7 @@ from te_fsdp.upstream import (
 )
 from te_fsdp.upstream.fsdp2_settled import pass_of
 from te_fsdp.upstream.fsdp2_unused import keep_zeros_unquantized
-from te_fsdp.upstream.patches import apply_patch
+from te_fsdp.upstream.patches import Replacements, wrapping
 from te_fsdp.upstream.te_derived import derive_columnwise, drop_derived_buffers
 from te_fsdp.upstream.te_formats import NVFP4_ROWS, NVFP4_SQUARES, Format
 
@@ -125,92 +124,75 @@ def check_shard_fits(module: nn.Module, binding: ModuleBinding, name: str, shard
             binding.ep.shards_within_experts = True
 
 
-def patch_fsdp_hooks() -> None:
-    """Wrap the all-gather hooks of every quantized tensor class that has some, once per class."""
-
-    def wrap_clear(stock: Callable[[Any], None]) -> Callable[[Any], None]:
-        # In backward TE's modules clear a weight's columnwise data, to free data computed from gathered rowwise
-        # data. They do so for every quantized weight of a module under FSDP2, including replicated ones.
-        # Columnwise data that TE cannot recompute (MXFP8, one-dimensional blocks) must stay for the next
-        # backward.
-        @functools.wraps(stock)
-        def clear_columnwise_cache(weight: Any) -> None:
-            record: WeightRecord | None = weight.__dict__.get(WEIGHT)
-            row = None if record is None else record.unsharded_format
-            row = row or _te.format_of(weight)
-            # Per-tensor scales apply to both directions. Blocks may have separate scales.
-            if row is None or row.block == 1 or row.derives_columnwise(_te.quantizer_of(weight)):
-                stock(weight)
-                if row is not None and row.name == NVFP4_SQUARES:
-                    weight.update_usage(columnwise_usage=False)  # also clears the columnwise amax
-
-        return clear_columnwise_cache
-
-    patch_empty_shards()
-    apply_patch("columnwise", wrap_clear)
-    apply_patch("gather", _wrap_pre)
-    apply_patch("gathered", _wrap_post)
+# In backward TE's modules clear a weight's columnwise data, to free data computed from gathered rowwise
+# data. They do so for every quantized weight of a module under FSDP2, including replicated ones.
+# Columnwise data that TE cannot recompute (MXFP8, one-dimensional blocks) must stay for the next
+# backward.
+@wrapping
+def _clear_columnwise_cache(weight: Any, *, stock: Callable[[Any], None]) -> None:
+    record: WeightRecord | None = weight.__dict__.get(WEIGHT)
+    row = None if record is None else record.unsharded_format
+    row = row or _te.format_of(weight)
+    # Per-tensor scales apply to both directions. Blocks may have separate scales.
+    if row is None or row.block == 1 or row.derives_columnwise(_te.quantizer_of(weight)):
+        stock(weight)
+        if row is not None and row.name == NVFP4_SQUARES:
+            weight.update_usage(columnwise_usage=False)  # also clears the columnwise amax
 
 
-def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)  # FSDP2 counts the parameters of the signature
-    def fsdp_pre_all_gather(
-        self: torch.Tensor,
-        mesh: DeviceMesh,
-        orig_size: torch.Size,
-        contiguous_orig_stride: tuple[int, ...],
-        module: nn.Module | None = None,
-        mp_policy: Any = None,
-    ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        # Without a module (as in TE's own tests) use TE's code, as for unbound tensors.
-        binding: ModuleBinding | None = None if module is None else module.__dict__.get(BINDING)
-        if binding is None or module is None:
-            return stock(self, mesh, orig_size, contiguous_orig_stride, module, mp_policy)
-        record: WeightRecord | None = self.__dict__.get(WEIGHT)
-        gathers: GatherMetadata | None = None if record is None else record.gathers
-        state = None if gathers is None or gathers.unit() is None else pass_of(gathers.unit())
-        if (
-            state is not None
-            and (replayed := replay_gather(self, mesh, orig_size, module, state)) is not None
-        ):
-            return replayed
-        cache_key = id(binding.weight_mesh), id(mesh), orig_size
-        if gathers is not None and gathers[:3] != cache_key:
-            gathers = None
-        row = _checked_format(self, module, binding) if gathers is None else gathers.row
-        shares_data = row is not None and row.shares_data
-        if shares_data:
-            keep_rowwise_only(self)  # no effect unless the user has assigned a tensor with both directions
-        # TE's own recomputation (LayerNormMLP(checkpoint=True)) does not call forward, so ``recomputed`` is never set.
-        is_recomputed = binding.fsdp.recomputed or module.__dict__.get("checkpoint") is True
-        # If the module's forward runs again in backward, an all-gather for backward must send both directions.
-        group = _te.fsdp_group_of(module) if is_recomputed and _te.gathers_one_direction(self) else None
-        sends_both = group is not None and _torch.in_backward()
-        # A shard with shared data has rowwise data only, which TE sends if the weight stays unsharded.
-        reported = _te.fsdp_group_of(module) if shares_data else group
-        with _fsdp2.report_as_unsharded(reported) if sends_both or shares_data else nullcontext():
-            inputs, metadata = stock(self, mesh, orig_size, contiguous_orig_stride, module, mp_policy)
-        # TE's hook replaces the tensor's amax group by the FSDP group, so scales would differ between tp
-        # ranks.
-        if gathers is None:
-            gathers = _build_gather_metadata(self, module, binding, mesh, cache_key)
-        elif gathers.has_one_scale and not has_amax_group(self, gathers.group):
-            # TE's hook has set FSDP2's group, or the weight has a new quantizer.
-            set_amax_group(self, gathers.group)
-        can_replay = gathers.row.block == 1 and (gathers.is_unconverted or gathers.nothing is not None)
-        if state is not None and can_replay and not is_recomputed:
-            replay, quantizer = Replay.of(self, inputs, metadata), _te.quantizer_of(self)
-            if replay is not None:
-                gathers.replays[(*state, quantizer.rowwise_usage, quantizer.columnwise_usage)] = replay
-        if not gathers.is_unconverted:
-            inputs, metadata = _customize_gather(self, inputs, metadata, mesh, orig_size)
-        if group is not None:
-            _fsdp2.resize_all_gather_outputs(group, self, [mesh.size() * buffer.numel() for buffer in inputs])
-        return inputs, metadata
-
-    # FSDP2 inspects the signature in every all-gather. Without this attribute it would parse TE's function each time.
-    fsdp_pre_all_gather.__signature__ = inspect.signature(stock)  # type: ignore[attr-defined]
-    return fsdp_pre_all_gather
+@wrapping
+def _pre_all_gather(
+    self: torch.Tensor,
+    mesh: DeviceMesh,
+    orig_size: torch.Size,
+    contiguous_orig_stride: tuple[int, ...],
+    module: nn.Module | None = None,
+    mp_policy: Any = None,
+    *,
+    stock: Callable[..., Any],
+) -> tuple[tuple[torch.Tensor, ...], Any]:
+    # Without a module (as in TE's own tests) use TE's code, as for unbound tensors.
+    binding: ModuleBinding | None = None if module is None else module.__dict__.get(BINDING)
+    if binding is None or module is None:
+        return stock(self, mesh, orig_size, contiguous_orig_stride, module, mp_policy)
+    record: WeightRecord | None = self.__dict__.get(WEIGHT)
+    gathers: GatherMetadata | None = None if record is None else record.gathers
+    state = None if gathers is None or gathers.unit() is None else pass_of(gathers.unit())
+    if state is not None and (replayed := replay_gather(self, mesh, orig_size, module, state)) is not None:
+        return replayed
+    cache_key = id(binding.weight_mesh), id(mesh), orig_size
+    if gathers is not None and gathers[:3] != cache_key:
+        gathers = None
+    row = _checked_format(self, module, binding) if gathers is None else gathers.row
+    shares_data = row is not None and row.shares_data
+    if shares_data:
+        keep_rowwise_only(self)  # no effect unless the user has assigned a tensor with both directions
+    # TE's own recomputation (LayerNormMLP(checkpoint=True)) does not call forward, so ``recomputed`` is never set.
+    is_recomputed = binding.fsdp.recomputed or module.__dict__.get("checkpoint") is True
+    # If the module's forward runs again in backward, an all-gather for backward must send both directions.
+    group = _te.fsdp_group_of(module) if is_recomputed and _te.gathers_one_direction(self) else None
+    sends_both = group is not None and _torch.in_backward()
+    # A shard with shared data has rowwise data only, which TE sends if the weight stays unsharded.
+    reported = _te.fsdp_group_of(module) if shares_data else group
+    with _fsdp2.report_as_unsharded(reported) if sends_both or shares_data else nullcontext():
+        inputs, metadata = stock(self, mesh, orig_size, contiguous_orig_stride, module, mp_policy)
+    # TE's hook replaces the tensor's amax group by the FSDP group, so scales would differ between tp
+    # ranks.
+    if gathers is None:
+        gathers = _build_gather_metadata(self, module, binding, mesh, cache_key)
+    elif gathers.has_one_scale and not has_amax_group(self, gathers.group):
+        # TE's hook has set FSDP2's group, or the weight has a new quantizer.
+        set_amax_group(self, gathers.group)
+    can_replay = gathers.row.block == 1 and (gathers.is_unconverted or gathers.nothing is not None)
+    if state is not None and can_replay and not is_recomputed:
+        replay, quantizer = Replay.of(self, inputs, metadata), _te.quantizer_of(self)
+        if replay is not None:
+            gathers.replays[(*state, quantizer.rowwise_usage, quantizer.columnwise_usage)] = replay
+    if not gathers.is_unconverted:
+        inputs, metadata = _customize_gather(self, inputs, metadata, mesh, orig_size)
+    if group is not None:
+        _fsdp2.resize_all_gather_outputs(group, self, [mesh.size() * buffer.numel() for buffer in inputs])
+    return inputs, metadata
 
 
 def _checked_format(shard: torch.Tensor, module: nn.Module, binding: ModuleBinding) -> Format | None:
@@ -322,54 +304,52 @@ def _join_columns(outputs: tuple[torch.Tensor, ...], packed: Packed) -> tuple[to
     return tuple(buffers)
 
 
-def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def fsdp_post_all_gather(
-        self: torch.Tensor,
-        all_gather_outputs: tuple[torch.Tensor, ...],
-        metadata: Any,
-        param_dtype: torch.dtype,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> Any:
-        # From the second all-gather on, FSDP2 passes `out` as the DTensor around the unsharded weight. TE
-        # would set the gathered buffers on that wrapper, and kernels would keep reading the old ones.
-        target = _torch.local_of_dtensor(out) if isinstance(out, DTensor) else out
-        buffers, te_metadata, inner_tensors = all_gather_outputs, metadata, None
-        if isinstance(metadata, CustomGather):
-            # FSDP2 must not free the shard's memory.
-            buffers, te_metadata, inner_tensors = metadata.buffers, metadata.metadata, ()
-            if metadata.rows:
-                # The padding is at the end, so the rows are a contiguous part of the gathered buffer, which FSDP2
-                # frees.
-                buffers = (all_gather_outputs[0][: metadata.rows],)
-            elif metadata.packed is not None:
-                buffers = _join_columns(all_gather_outputs, metadata.packed)
-        tensor, gathered = stock(self, buffers, te_metadata, param_dtype, out=target)
-        # Buffers that TE has removed for backward stay allocated until FSDP2 frees them ([Note: recomputed forwards]).
-        record: WeightRecord | None = self.__dict__.get(WEIGHT)
-        gathers: GatherMetadata | None = None if record is None else record.gathers
-        row = _te.format_of(self) if gathers is None else gathers.row
-        for buffer, value in zip(row.dropped if row is not None else (), buffers, strict=False):
-            if getattr(tensor, buffer.attribute) is None:
-                setattr(tensor, buffer.attribute, value)
-        if gathers is not None and gathers.row.shares_data:
-            assert gathers.row.block is not None
-            derive_columnwise(tensor, gathers.row.block)
-        if out is None:
-            # FSDP2 calls `torch.as_strided` on the first gathered tensor. TE's version scrambles the
-            # transpose that backward on Hopper reads, without marking it invalid (confirmed on an H200). TE
-            # computes it on demand.
-            _te.drop_transpose(tensor)
-        else:
-            # Only the first all-gather passes a float8 scale on. A shard with a new scale tensor (`shard.data
-            # = ...`) would be read with the old scale.
-            scale = getattr(self, _te.SCALE, None)
-            if scale is None or scale is not getattr(tensor, _te.SCALE, None):
-                _te.copy_scale(tensor, self)
-        return tensor, gathered if inner_tensors is None else inner_tensors
-
-    return fsdp_post_all_gather
+@wrapping
+def _post_all_gather(
+    self: torch.Tensor,
+    all_gather_outputs: tuple[torch.Tensor, ...],
+    metadata: Any,
+    param_dtype: torch.dtype,
+    *,
+    out: torch.Tensor | None = None,
+    stock: Callable[..., Any],
+) -> Any:
+    # From the second all-gather on, FSDP2 passes `out` as the DTensor around the unsharded weight. TE
+    # would set the gathered buffers on that wrapper, and kernels would keep reading the old ones.
+    target = _torch.local_of_dtensor(out) if isinstance(out, DTensor) else out
+    buffers, te_metadata, inner_tensors = all_gather_outputs, metadata, None
+    if isinstance(metadata, CustomGather):
+        # FSDP2 must not free the shard's memory.
+        buffers, te_metadata, inner_tensors = metadata.buffers, metadata.metadata, ()
+        if metadata.rows:
+            # The padding is at the end, so the rows are a contiguous part of the gathered buffer, which FSDP2
+            # frees.
+            buffers = (all_gather_outputs[0][: metadata.rows],)
+        elif metadata.packed is not None:
+            buffers = _join_columns(all_gather_outputs, metadata.packed)
+    tensor, gathered = stock(self, buffers, te_metadata, param_dtype, out=target)
+    # Buffers that TE has removed for backward stay allocated until FSDP2 frees them ([Note: recomputed forwards]).
+    record: WeightRecord | None = self.__dict__.get(WEIGHT)
+    gathers: GatherMetadata | None = None if record is None else record.gathers
+    row = _te.format_of(self) if gathers is None else gathers.row
+    for buffer, value in zip(row.dropped if row is not None else (), buffers, strict=False):
+        if getattr(tensor, buffer.attribute) is None:
+            setattr(tensor, buffer.attribute, value)
+    if gathers is not None and gathers.row.shares_data:
+        assert gathers.row.block is not None
+        derive_columnwise(tensor, gathers.row.block)
+    if out is None:
+        # FSDP2 calls `torch.as_strided` on the first gathered tensor. TE's version scrambles the
+        # transpose that backward on Hopper reads, without marking it invalid (confirmed on an H200). TE
+        # computes it on demand.
+        _te.drop_transpose(tensor)
+    else:
+        # Only the first all-gather passes a float8 scale on. A shard with a new scale tensor (`shard.data
+        # = ...`) would be read with the old scale.
+        scale = getattr(self, _te.SCALE, None)
+        if scale is None or scale is not getattr(tensor, _te.SCALE, None):
+            _te.copy_scale(tensor, self)
+    return tensor, gathered if inner_tensors is None else inner_tensors
 
 
 # [Note: recomputed forwards] Before a backward FSDP2 all-gathers a resharded unit again, and TE then keeps
@@ -393,3 +373,11 @@ def gather_missing_direction(module: nn.Module, binding: ModuleBinding) -> None:
     if missing:
         binding.fsdp.recomputed = True
         _fsdp2.regather_parameters(_te.fsdp_group_of(module), module, missing)
+
+
+PATCHES: Replacements = (
+    *EMPTY_SHARDS,
+    (None, "columnwise", _clear_columnwise_cache),
+    (None, "gather", _pre_all_gather),
+    (None, "gathered", _post_all_gather),
+)

@@ -49,7 +49,7 @@ def grouped_weight_class() -> type[torch.Tensor]:
 
     @wrapping
     def wrap_copy(
-        stock: Callable[..., Any], self: Any, source: torch.Tensor, *args: Any, **kwargs: Any
+        self: Any, source: torch.Tensor, *args: Any, stock: Callable[..., Any], **kwargs: Any
     ) -> Any:
         # TE copies from the memory of other classes, which this one does not have: a segmentation fault.
         return stock(self, getattr(source, "grouped", source), *args, **kwargs)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
-from te_fsdp.upstream.patches import PATCHES, apply_patch, wrapping
+from te_fsdp.upstream.patches import PATCHES, Replacements, apply_patches, wrapping
 
 #: Attribute of a quantizer: its :class:`QuantizerRecord`.
 QUANTIZER_RECORD = "_te_fsdp_quantizer"
@@ -51,51 +51,52 @@ def quantizer_record(quantizer: Any) -> QuantizerRecord:
 
 def change_quantizer_record(quantizer: Any, **changes: Any) -> None:
     """Change fields of the record of one quantizer. Later copies of it have them, too. Local operation."""
-    keep_amax_group_in_copies()
+    apply_patches(GROUP_NAMES)
     quantizer.__dict__[QUANTIZER_RECORD] = replace(quantizer_record(quantizer), **changes)
 
 
-def keep_amax_group_in_copies() -> None:
-    """Patch TE's classes to support group names, once per process. Other tensors are not affected."""
+@wrapping
+def _copy(self: Any, *, stock: Callable[[Any], Any]) -> Any:
+    new, record = stock(self), self.__dict__.get(QUANTIZER_RECORD)
+    if record:
+        # TE's copy is made of the constructor's arguments alone.
+        new.__dict__[QUANTIZER_RECORD] = record
+    return new
 
-    def wrap_copy(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        @functools.wraps(stock)
-        def copy(self: Any) -> Any:
-            new, record = stock(self), self.__dict__.get(QUANTIZER_RECORD)
-            if record:
-                # TE's copy is made of the constructor's arguments alone.
-                new.__dict__[QUANTIZER_RECORD] = record
-            return new
 
-        return copy
+def _get_group(self: Any) -> Any:
+    """Return the group of the quantizer's name, or the group that TE has set."""
+    quantizer = self._quantizer
+    record = None if quantizer is None else quantizer.__dict__.get(QUANTIZER_RECORD)
+    if not record or record.amax_group is None:
+        return self.__dict__.get(GROUP_ATTRIBUTE)
+    return _torch.group_by_name(record.amax_group)
 
-    def get_group(self: Any) -> Any:
-        """Return the group of the quantizer's name, or the group that TE has set."""
-        quantizer = self._quantizer
-        record = None if quantizer is None else quantizer.__dict__.get(QUANTIZER_RECORD)
-        if not record or record.amax_group is None:
-            return self.__dict__.get(GROUP_ATTRIBUTE)
-        return _torch.group_by_name(record.amax_group)
 
-    def set_group(self: Any, group: Any) -> None:
-        """Store the group that TE sets, unless there is a name. FSDP2's group alone does not have all shards."""
-        quantizer = self._quantizer
-        record = None if quantizer is None else quantizer.__dict__.get(QUANTIZER_RECORD)
-        if not record or record.amax_group is None:
-            self.__dict__[GROUP_ATTRIBUTE] = group
+def _set_group(self: Any, group: Any) -> None:
+    """Store the group that TE sets, unless there is a name. FSDP2's group alone does not have all shards."""
+    quantizer = self._quantizer
+    record = None if quantizer is None else quantizer.__dict__.get(QUANTIZER_RECORD)
+    if not record or record.amax_group is None:
+        self.__dict__[GROUP_ATTRIBUTE] = group
 
-    @wrapping
-    def wrap_clone(stock: Callable[[Any], Any], self: Any) -> Any:
-        new, quantizer = stock(self), _te.quantizer_of(self)
-        if quantizer is not None and quantizer_record(quantizer).clones_scales:
-            _te.clone_scales(new)
-        return new
 
-    apply_patch("copy", wrap_copy)
+@wrapping
+def _clone(self: Any, *, stock: Callable[[Any], Any]) -> Any:
+    new, quantizer = stock(self), _te.quantizer_of(self)
+    if quantizer is not None and quantizer_record(quantizer).clones_scales:
+        _te.clone_scales(new)
+    return new
+
+
+#: They support names of groups. Tensors without one are not affected.
+GROUP_NAMES: Replacements = (
+    (None, "copy", _copy),
     # copy.deepcopy cannot copy a process group. The record contains its name, which the copy looks up.
-    apply_patch("deepcopy", lambda stock: lambda self, memo: with_group(self, None))
-    apply_patch("group", lambda stock: property(get_group, set_group))
-    apply_patch("clone", wrap_clone)
+    (None, "deepcopy", lambda stock: lambda self, memo: with_group(self, None)),
+    (None, "group", lambda stock: property(_get_group, _set_group)),
+    (None, "clone", _clone),
+)
 
 
 def with_group(quantizer: Any, group: Any) -> Any:
@@ -118,25 +119,20 @@ def write_numbers_of(parameters: Sequence[torch.Tensor]) -> list[int]:
             continue
         record = quantizer.__dict__.get(QUANTIZER_RECORD)
         if not record or record.writes is None:  # a weight of one process
-            patch_quantize()
+            apply_patches(COUNTED_WRITES)
             change_quantizer_record(quantizer, writes=[0])
         else:
             numbers[index] += record.writes[0]
     return numbers
 
 
-def patch_quantize() -> None:
-    """Let ``quantize_`` of TE's tensors count; once per process."""
+@wrapping
+def _quantize(self: Any, tensor: torch.Tensor, *args: Any, stock: Callable[..., Any], **kwargs: Any) -> Any:
+    count_write(_te.quantizer_of(self))
+    return stock(self, tensor, *args, **kwargs)
 
-    def wrap_quantize(stock: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(stock)
-        def quantize_(self: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            count_write(_te.quantizer_of(self))
-            return stock(self, tensor, *args, **kwargs)
 
-        return quantize_
-
-    apply_patch("count", wrap_quantize)
+COUNTED_WRITES: Replacements = ((None, "count", _quantize),)
 
 
 def count_write(quantizer: Any) -> None:
@@ -155,8 +151,8 @@ def patch_clone_of_scales(tensor: torch.Tensor) -> None:
     for part in (tensor, *_te.storage_parts_of(tensor)):
         quantizer = _te.quantizer_of(part)
         if quantizer is not None and not quantizer_record(quantizer).clones_scales:
-            patch_block_copies()
-            patch_quantize()  # now, because views that the user takes before the first step need the counter
+            # Now, because views that the user takes before the first step need the counter.
+            apply_patches(BLOCK_COPIES + COUNTED_WRITES)
             change_quantizer_record(quantizer, clones_scales=True, writes=[0])
 
 
@@ -164,24 +160,22 @@ def patch_clone_of_scales(tensor: torch.Tensor) -> None:
 # weight has one scale per square block and the source one per row of a block, the source's scales are wrong for
 # columns. te_fsdp stores rowwise data only and derives the columnwise data from it, which would then be wrong too.
 # In the reverse direction the weight would keep its previous columnwise data.
-def patch_block_copies() -> None:
-    """Quantize in ``copy_`` between blocks of different shapes, and let a te_fsdp weight be copied to itself."""
+def _dispatching(stock: Any) -> Any:
+    @classmethod
+    @functools.wraps(stock.__func__)
+    def __torch_dispatch__(cls: Any, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and type(args[0]) is type(args[1]):
+            target, source = args[:2]
+            quantizer = _te.quantizer_of(target)
+            is_ours = quantizer is not None and quantizer_record(quantizer).clones_scales
+            if is_ours and target is source:  # TE would take the buffers of both first
+                return target
+            if is_ours and _te.format_of(target) is not _te.format_of(source):
+                target.quantize_(source.dequantize(dtype=torch.float32))
+                return target
+        return stock.__func__(cls, func, types, args, kwargs)
 
-    def wrap_dispatch(stock: Any) -> Any:
-        @classmethod
-        @functools.wraps(stock.__func__)
-        def __torch_dispatch__(cls: Any, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
-            if func is torch.ops.aten.copy_.default and type(args[0]) is type(args[1]):
-                target, source = args[:2]
-                quantizer = _te.quantizer_of(target)
-                is_ours = quantizer is not None and quantizer_record(quantizer).clones_scales
-                if is_ours and target is source:  # TE would take the buffers of both first
-                    return target
-                if is_ours and _te.format_of(target) is not _te.format_of(source):
-                    target.quantize_(source.dequantize(dtype=torch.float32))
-                    return target
-            return stock.__func__(cls, func, types, args, kwargs)
+    return __torch_dispatch__
 
-        return __torch_dispatch__
 
-    apply_patch("copy blocks", wrap_dispatch)
+BLOCK_COPIES: Replacements = ((None, "copy blocks", _dispatching),)

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
+from types import FunctionType, ModuleType
+from typing import Any, TypeAlias, cast
 
 import torch
 
@@ -280,11 +281,6 @@ def _enums_pickled_by_name() -> list[type]:
     return [type(members[0])] if members and members[0].__reduce_ex__(2)[0] is getattr else []
 
 
-def pickle_element_types_by_value() -> None:
-    """Let pickles of quantized tensors load with ``torch.load(weights_only=True)`` on each release of Python."""
-    apply_patch("element type", lambda _: lambda member, protocol: (type(member), (int(member),)))
-
-
 #: The classes, or modules, that a patch belongs to. Each imports TE when it is called.
 _OWNERS: dict[str, Callable[[], Iterable[Any]]] = {
     "gather": gathering_tensors,
@@ -307,16 +303,34 @@ _OWNERS: dict[str, Callable[[], Iterable[Any]]] = {
 }
 
 
-def wrapping(call: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Return what makes a replacement that calls ``call`` with the replaced function and the arguments. A decorator."""
-
-    # One more Python call: not for replacements that run in each step.
-    def make(stock: Any) -> Any:
-        return functools.wraps(stock)(lambda *args, **named: call(stock, *args, **named))
-
-    return functools.wraps(call)(make)
+def wrapping(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Return what makes a replacement of a function with the keyword ``stock``, the replaced one. A decorator."""
+    return functools.partial(_with_stock, cast("FunctionType", function))
 
 
+def _with_stock(function: FunctionType, stock: Any) -> Any:
+    # A copy with a default, because a call of a closure or of ``functools.partial`` would cost each call more.
+    copy = FunctionType(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = {**(function.__kwdefaults__ or {}), "stock": stock}
+    if isinstance(stock, FunctionType):
+        # FSDP2 inspects its hooks in every all-gather, and would parse the replaced function each time.
+        copy.__signature__ = inspect.signature(stock)  # type: ignore[attr-defined]
+    return functools.wraps(stock)(copy)
+
+
+#: Rows of patches: what has the attribute, or ``None`` for a key of :data:`PATCHES`; attribute or key; what makes the
+#: replacement of the present attribute.
+Replacements: TypeAlias = tuple[tuple[Any, str, Callable[[Any], Any]], ...]
+#: Let pickles of quantized tensors load with ``torch.load(weights_only=True)`` on each release of Python.
+PICKLES: Replacements = (
+    (None, "element type", lambda _: lambda member, protocol: (type(member), (int(member),))),
+)
 #: The classes and modules that :func:`replace_once` has changed in this process, and the attributes.
 patched_attributes: set[tuple[Any, str]] = set()
 
@@ -328,6 +342,15 @@ def apply_patch(name: str, make: Callable[[Any], Any]) -> None:
     """
     for owner in _OWNERS[name]():
         replace_once(owner, PATCHES[name].attribute, make)
+
+
+def apply_patches(rows: Replacements) -> None:
+    """Apply rows in their order, each once per process, if this version has the attribute. Local operation."""
+    for owner, name, make in rows:
+        if owner is None:
+            apply_patch(name, make)
+        elif hasattr(owner, name):
+            replace_once(owner, name, make)
 
 
 def replace_once(owner: Any, attribute: str, make: Callable[[Any], Any]) -> None:

@@ -14,8 +14,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 def is_called_by(prefix: str) -> bool:
     """Return whether the function of torch that has called the caller, a replacement, has a name with this prefix."""
-    # Between them is the function that ``patches.wrapping`` has made.
-    return sys._getframe(3).f_code.co_name.startswith(prefix)
+    return sys._getframe(2).f_code.co_name.startswith(prefix)
 
 
 def loaded_entries(model: Any, optimizer: Any, state_dict: Any, info: Any) -> set[Any]:

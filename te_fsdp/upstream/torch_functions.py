@@ -98,7 +98,7 @@ def after_failed_load(call: Callable[[Any], None]) -> None:
     """Call a function with the optimizer of torch whose ``load_state_dict`` misses a state. Local, once per process."""
 
     @wrapping
-    def explain(stock: Callable[..., None], self: Any, state: Any) -> None:
+    def explain(self: Any, state: Any, *, stock: Callable[..., None]) -> None:
         try:
             stock(self, state)
         except KeyError:
@@ -130,7 +130,7 @@ def before_reparametrization(call: Callable[[torch.Tensor], None]) -> None:
     """Call a function with each tensor before torch replaces it. Local, once per process."""
 
     @wrapping
-    def calling(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def calling(*args: Any, stock: Callable[..., Any], **kwargs: Any) -> Any:
         # Of the objects that ``prune`` and ``spectral_norm`` remove from a module.
         name = getattr(args[0], "_tensor_name", getattr(args[0], "name", None)) if args else None
         for tensor in _tensors_in([*args, name, *kwargs.values()]):

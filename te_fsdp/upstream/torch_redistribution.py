@@ -19,7 +19,7 @@ from torch.distributed.tensor._ops import _tensor_ops
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree
 
-from te_fsdp.upstream.patches import replace_once, wrapping
+from te_fsdp.upstream.patches import Replacements, wrapping
 from te_fsdp.upstream.torch_dtensor import shard_dim_of, shifted, strided_shard
 
 _watched = threading.local()
@@ -109,24 +109,16 @@ def move_strided_shards() -> None:
     _tensor_ops.shift_shard_dims_after_remove = after_remove  # type: ignore[assignment]
 
 
-def gather_uneven_by_axis() -> None:
-    """Let torch all-gather shards of different sizes over one mesh axis at a time. Local, once per process."""
-
+@wrapping
+def _gather_uneven_by_axis(transforms: list[Any], *args: Any, stock: Any, **kwargs: Any) -> list[Any]:
     # torch merges all-gathers if the mesh was flattened, e.g. to a weight mesh. Rows of uneven shards are then wrong.
-    def wrap(stock: Any) -> Any:
-        @functools.wraps(stock)
-        def optimize(transforms: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
-            merged = stock(transforms, *args, **kwargs)
-            for item in merged:
-                dim = shard_dim_of(item.src_dst_placements[0])
-                is_merged = hasattr(item, "original_mesh_dims") and dim is not None
-                if is_merged and item.logical_shape[dim] % item.mesh.size():
-                    return transforms
-            return merged
-
-        return optimize
-
-    replace_once(_redistribute, "_optimize_transform_infos", wrap)
+    merged = stock(transforms, *args, **kwargs)
+    for item in merged:
+        dim = shard_dim_of(item.src_dst_placements[0])
+        is_merged = hasattr(item, "original_mesh_dims") and dim is not None
+        if is_merged and item.logical_shape[dim] % item.mesh.size():
+            return transforms
+    return merged
 
 
 def _moved(placement: Placement, move: Callable[[int], int]) -> Placement:
@@ -139,38 +131,39 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(SAME_SIZE[tensor.dtype]) if tensor.dtype in SAME_SIZE else tensor
 
 
-def communicate_all_dtypes() -> None:
-    """Let DTensors and full state dicts communicate all dtypes, by their bits. Local, once per process."""
+@wrapping
+def _communicate_bits(tensor: torch.Tensor, *args: Any, stock: Any, **kwargs: Any) -> Any:
+    if tensor.dtype not in SAME_SIZE:
+        return stock(tensor, *args, **kwargs)
+    args = _pytree.tree_map_only(torch.Tensor, as_bits, args)
+    result = stock(as_bits(tensor), *args, **kwargs)
+    return result.view(tensor.dtype) if isinstance(result, torch.Tensor) else result
 
-    def of_bits(stock: Any) -> Any:
-        @functools.wraps(stock)
-        def communicate(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if tensor.dtype not in SAME_SIZE:
-                return stock(tensor, *args, **kwargs)
-            args = _pytree.tree_map_only(torch.Tensor, as_bits, args)
-            result = stock(as_bits(tensor), *args, **kwargs)
-            return result.view(tensor.dtype) if isinstance(result, torch.Tensor) else result
 
-        return communicate
+@wrapping
+def _broadcast_bits(full: dict[str, Any], local: dict[str, Any], keys: Any, *args: Any, stock: Any) -> None:
+    for key in keys:
+        dtype, received = full[key].dtype, local
+        if bits := SAME_SIZE.get(dtype):
+            value, received = full[key], {key: torch.empty(0)}
+            is_info = isinstance(value, _state_dict_utils._TensorInfo)
+            full[key] = type(value)(value.size, bits) if is_info else value.view(bits)
+        stock(full, received, [key], *args)
+        if bits and (target := local.get(key)) is not None:
+            value = received[key].view(dtype)
+            local[key] = (target, value) if isinstance(target, DTensor) else value
+            _state_dict_utils._distribute_tensors(local, [key], *args)
 
-    @wrapping
-    def broadcast_bits(
-        stock: Any, full: dict[str, Any], local: dict[str, Any], keys: Any, *args: Any
-    ) -> None:
-        for key in keys:
-            dtype, received = full[key].dtype, local
-            if bits := SAME_SIZE.get(dtype):
-                value, received = full[key], {key: torch.empty(0)}
-                is_info = isinstance(value, _state_dict_utils._TensorInfo)
-                full[key] = type(value)(value.size, bits) if is_info else value.view(bits)
-            stock(full, received, [key], *args)
-            if bits and (target := local.get(key)) is not None:
-                value = received[key].view(dtype)
-                local[key] = (target, value) if isinstance(target, DTensor) else value
-                _state_dict_utils._distribute_tensors(local, [key], *args)
 
-    for owner in (_api, _dispatch, _redistribute):
-        replace_once(owner, "redistribute_local_tensor", of_bits)
-    for name in ("mesh_scatter", "mesh_broadcast", "pad_tensor"):
-        replace_once(placement_types, name, of_bits)
-    replace_once(_state_dict_utils, "_broadcast_tensors", broadcast_bits)
+#: All-gathers of shards of different sizes are over one mesh axis at a time. DTensors and full state dicts communicate
+#: all dtypes.
+PATCHES: Replacements = (
+    (_redistribute, "_optimize_transform_infos", _gather_uneven_by_axis),
+    (_api, "redistribute_local_tensor", _communicate_bits),
+    (_dispatch, "redistribute_local_tensor", _communicate_bits),
+    (_redistribute, "redistribute_local_tensor", _communicate_bits),
+    (placement_types, "mesh_scatter", _communicate_bits),
+    (placement_types, "mesh_broadcast", _communicate_bits),
+    (placement_types, "pad_tensor", _communicate_bits),
+    (_state_dict_utils, "_broadcast_tensors", _broadcast_bits),
+)

@@ -18,10 +18,9 @@ from torch.distributed.tensor._ops import _tensor_ops
 
 import te_fsdp
 from te_fsdp.mesh import Meshes
-from te_fsdp.modules.fused_states import patch_fused_adam
-from te_fsdp.quantized.amax import patch_delayed_updates
-from te_fsdp.quantized.fsdp_hooks import patch_fsdp_hooks
-from te_fsdp.quantized.quantizer_record import keep_amax_group_in_copies, patch_block_copies, patch_quantize
+from te_fsdp.modules import fused_states
+from te_fsdp.quantized import fsdp_hooks, quantizer_record
+from te_fsdp.quantized.amax import DELAYED_UPDATES
 from te_fsdp.upstream import fsdp2_state as _fsdp2, patches as _patches, te as _te
 from te_fsdp.upstream.patches import FSDP2
 from te_fsdp.upstream.torch_dtensor import strided_shard
@@ -60,24 +59,17 @@ def test_patch_tables_import_without_side_effects(python):
 
 
 def test_class_patches_are_installed_once(te):
-    keep_amax_group_in_copies()
-    patch_delayed_updates()
-    patch_fsdp_hooks()
-    patch_fused_adam()
-    patch_quantize()
-    patch_block_copies()
-    _patches.pickle_element_types_by_value()  # of Python 3.11.0 to 3.11.4 alone
+    rows = fsdp_hooks.PATCHES + fused_states.PATCHES + DELAYED_UPDATES + quantizer_record.GROUP_NAMES
+    rows += quantizer_record.COUNTED_WRITES + quantizer_record.BLOCK_COPIES
+    rows += _patches.PICKLES  # of Python 3.11.0 to 3.11.4 alone
+    _patches.apply_patches(rows)
     results = {}
     for name, owners in _patches._OWNERS.items():
         for owner in owners():
             attribute = _patches.PATCHES[name].attribute
             assert (owner, attribute) in _patches.patched_attributes
             results[owner, attribute] = owner.__dict__[attribute]
-    keep_amax_group_in_copies()
-    patch_fsdp_hooks()
-    patch_fused_adam()
-    patch_quantize()
-    patch_block_copies()
+    _patches.apply_patches(rows)
     assert {(owner, name): owner.__dict__[name] for owner, name in results} == results
     assert len({attribute for _, attribute in results} - {"__reduce_ex__"}) == 13
 
@@ -112,7 +104,7 @@ def test_stock_te_clears_mxfp8_columnwise_data(te):
 )
 def test_cleared_columnwise_data_can_be_recomputed(te, recipe, options):
     """Any quantized weight, sharded or replicated, has its columnwise data also in a second backward."""
-    patch_fsdp_hooks()
+    _patches.apply_patches(fsdp_hooks.PATCHES)
     weight = weight_of(te, recipe, **options)
     before = weight.get_metadata()["columnwise_data"].clone()
     (module, *_) = _patches._modules_with("clear_columnwise_cache")

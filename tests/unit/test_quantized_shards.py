@@ -176,10 +176,10 @@ def test_packed_buffers_round_trip(described):
 
 
 def test_fsdp_hooks_are_patched_once(te):
-    fsdp_hooks.patch_fsdp_hooks()
+    _patches.apply_patches(fsdp_hooks.PATCHES)
     classes = _patches.gathering_tensors()
     hooks = [(cls.fsdp_pre_all_gather, cls.fsdp_post_all_gather) for cls in classes]
-    fsdp_hooks.patch_fsdp_hooks()
+    _patches.apply_patches(fsdp_hooks.PATCHES)
     assert len(classes) >= 2
     assert [(cls.fsdp_pre_all_gather, cls.fsdp_post_all_gather) for cls in classes] == hooks
 
@@ -192,7 +192,7 @@ def test_fsdp_hooks_accept_calls_without_a_module(te):
         told.append((mesh, module, mp_policy))
         return (self,), "metadata"
 
-    hook, tensor = fsdp_hooks._wrap_pre(stock), torch.ones(2, 2)
+    hook, tensor = fsdp_hooks._pre_all_gather(stock), torch.ones(2, 2)
     for options in (
         {"module": None, "mp_policy": None},
         {"module": torch.nn.Linear(1, 1), "mp_policy": None},
