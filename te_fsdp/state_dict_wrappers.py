@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
 import torch
 from torch.distributed import _state_dict_utils
-from torch.distributed.checkpoint import default_planner, hf_storage, state_dict
+from torch.distributed.checkpoint import LoadPlan, default_planner, hf_storage, state_dict
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.boxed_dtensor import BoxedDTensor
@@ -50,11 +51,39 @@ def _place_pairs(local_state_dict: dict[str, Any], keys: Any, *args: Any, stock:
 
 
 @wrapping
-def _compare_forms(state_dict: dict[str, Any], metadata: Any, *args: Any, stock: Any, **kwargs: Any) -> Any:
+def _local_load_plan(
+    state_dict: dict[str, Any], metadata: Any, *args: Any, stock: Any, **kwargs: Any
+) -> LoadPlan:
     for key, stored in metadata.state_dict_metadata.items():
         if (properties := getattr(stored, "properties", None)) is not None:
             require_same_form(key, properties.dtype, state_dict.get(key))
-    return stock(state_dict, metadata, *args, **kwargs)
+    plan = stock(state_dict, metadata, *args, **kwargs)
+    _require_all_elements(state_dict, plan)
+    return plan
+
+
+def _require_all_elements(state_dict: dict[str, Any], plan: LoadPlan) -> None:
+    """Raise CheckpointError for shards of which a checkpoint lacks elements. Local operation."""
+    # torch reads what there is, and leaves the rest as it was.
+    found = Counter[Any]()
+    for item in plan.items:
+        elements = math.prod(item.lengths)
+        found[item.dest_index.fqn] += elements
+        found[item.dest_index.fqn, item.dest_index.offset] += elements
+    for key, value in state_dict.items():
+        # Most DTensors need no list of their rectangles.
+        is_complete = isinstance(value, DTensor) and found[key] >= _torch.local_of(value).numel()
+        if is_complete or not hasattr(value, "__create_chunk_list__"):
+            continue
+        for chunk in value.__create_chunk_list__():
+            if found[key, chunk.offsets] < math.prod(chunk.sizes):
+                raise CheckpointError(
+                    f"dcp.load: {key}, the shard of shape {tuple(chunk.sizes)} at {tuple(chunk.offsets)}",
+                    expected=f"{math.prod(chunk.sizes)} elements in the files",
+                    got=str(found[key, chunk.offsets]),
+                    why="dcp.save(no_dist=True) writes only the shards of its own rank",
+                    fix="save on all ranks, without no_dist",
+                )
 
 
 @wrapping
@@ -104,6 +133,6 @@ PATCHES: Replacements = (
     (state_dict, "_distribute_state_dict", _place_states),
     (DTensor, "full_tensor", _refuse_order_of_ranks),
     (DTensor, "__create_write_items__", _refuse_order_of_ranks),
-    (default_planner, "create_default_local_load_plan", _compare_forms),
+    (default_planner, "create_default_local_load_plan", _local_load_plan),
     (hf_storage.HuggingFaceStorageWriter, "_split_by_storage_plan", _split_pieces),
 )

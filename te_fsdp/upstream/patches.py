@@ -138,7 +138,7 @@ _FSDP2: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "modules `checkpoint.state_dict_loader`, `checkpoint.filesystem`, `checkpoint.default_planner`": (
         ("_load_state_dict, narrow_tensor_by_index", "quantizes weights read from a different mesh"),
-        ("create_default_local_load_plan", "refuses main weights in another form"),
+        ("create_default_local_load_plan", "refuses main weights in another form, and missing shards"),
     ),
     "module `checkpoint.state_dict`": (
         (
