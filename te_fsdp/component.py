@@ -46,7 +46,7 @@ class Component:
     # ------------------------------------------------------------------------------------------------------ gradients
 
     def unreduced(self) -> Collection[str]:
-        """Return the names of the parameters with gradients that are not reduced yet."""
+        """Return the names of parameters with unreduced gradients."""
         return ()
 
     def reduced_parameters(self) -> Sequence[torch.Tensor]:
@@ -57,16 +57,16 @@ class Component:
         """Drop the unreduced gradients of parameters whose ``.grad`` was cleared."""
 
     def reduce_gradients(self) -> None:
-        """Reduce the gradients that are not reduced yet, outside of backward."""
+        """Reduce unreduced gradients outside of backward."""
 
     def drop_unreduced(self) -> None:
-        """Drop the gradients that are not reduced yet."""
+        """Drop unreduced gradients."""
 
     def check_gradients(self) -> None:
         """Raise if complete gradients are unusable: before a step or a norm, and after each call of a closure."""
 
     def zero_grad(self, parameters: Collection[torch.Tensor]) -> None:
-        """Forget everything derived from the gradients of these parameters, which are about to be cleared."""
+        """Forget everything derived from these parameters' gradients, before they are cleared."""
 
     # ----------------------------------------------------------------------------------------------------- parameters
 
@@ -79,7 +79,7 @@ class Component:
     # ------------------------------------------------------------------------------------------------- optimizer step
 
     def prepare_step(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
-        """Run before an optimizer step on these parameters of the model, when their gradients are complete."""
+        """Run before an optimizer step on these parameters, when their gradients are complete."""
 
     def undo_step(self) -> None:
         """Undo :meth:`prepare_step` after the step, or before the next forward if the step raised."""

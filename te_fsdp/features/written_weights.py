@@ -64,6 +64,7 @@ def update_written_main_weights(step: Step) -> None:
         main_parameters.versions = now
 
 
+@torch.no_grad()
 def update_main_weights_since(optimizer: Optimizer, recorded: WeightVersions | None) -> WeightVersions:
     """Update the main weights of parameters that were written to since versions were recorded (``None``: of all).
 
@@ -71,7 +72,13 @@ def update_main_weights_since(optimizer: Optimizer, recorded: WeightVersions | N
     """
     now = weight_versions(optimizer, recorded)
     for parameter in _written_since(now, recorded):
-        _update_main_weight(optimizer, parameter)
+        main, value = _new_main_weight(optimizer, parameter)
+        if main is None or value is None:
+            continue
+        if main is optimizer.state[parameter][MAIN]:
+            _torch.local_of(main).copy_(value)
+        else:  # a scaled main weight of FusedAdam
+            optimizer.set_scaled_state(parameter, MAIN, value)
     return now
 
 
@@ -84,18 +91,6 @@ def _written_since(now: WeightVersions, recorded: WeightVersions | None) -> list
 
 
 # A function of its own, because tests replace it.
-@torch.no_grad()
-def _update_main_weight(optimizer: Any, parameter: torch.Tensor) -> None:
-    """Replace the values of a main weight that do not round to its parameter's values."""
-    main, value = _new_main_weight(optimizer, parameter)
-    if main is None or value is None:
-        return
-    if main is optimizer.state[parameter][MAIN]:
-        _torch.local_of(main).copy_(value)
-    else:  # a scaled main weight of FusedAdam
-        optimizer.set_scaled_state(parameter, MAIN, value)
-
-
 def unscaled_main_weight(optimizer: Any, parameter: torch.Tensor) -> Any:
     """Return a main weight without FusedAdam's scale, in fp32; remainders (int16) and ``None`` unchanged. Local."""
     main = optimizer.state.get(parameter, {}).get(MAIN)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -127,6 +130,16 @@ def test_unknown_zero_copy_gradients_value_is_rejected(te, fake_world):
     request = ShardRequest(zero_copy_gradients="always")
     with pytest.raises(PlacementError, match="zero_copy_gradients.*True, False or 'auto'.*got 'always'"):
         plan_sharding(nn.Linear(4, 4), te_fsdp.Meshes.build(device_type="cpu"), request)
+
+
+#: Arguments whose decisions are in the plan's units and storage, or that are compared as a part of the model.
+IN_OTHER_FORM = {"units", "strategy", "reshard_after_forward", "mp_policy", "offload_policy", "experts"}
+
+
+def test_settings_have_every_argument():
+    """A new argument of `fully_shard` is compared over ranks, or listed above."""
+    read = set(re.findall(r"request\.(\w+)", inspect.getsource(ModelPlan.settings)))
+    assert {field.name for field in dataclasses.fields(ShardRequest)} - read == IN_OTHER_FORM
 
 
 def test_plan_of_a_dense_model_over_tp_and_fsdp(te, fake_world):

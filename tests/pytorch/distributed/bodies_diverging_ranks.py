@@ -244,6 +244,23 @@ class Layers(nn.Module):
         return x
 
 
+def _with_reference(axes: dict[str, int], options: dict[str, Any]) -> tuple[Any, Any, Layers, list[Any]]:
+    """Return meshes, a sharded model, the same model in one process, and their optimizers."""
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device().type)
+    model, reference = Layers(), Layers(harness.device())
+    te_fsdp.fully_shard(model, meshes, units=["layers.*"], **options)
+    te_fsdp.materialize(model, seed=0)
+    with torch.no_grad():
+        for parameter, sharded in zip(reference.parameters(), model.parameters(), strict=True):
+            parameter.copy_(harness.full(sharded))
+    optimizers = [make_sgd(model), make_sgd(reference)]
+    if options.get("outer_strategy") == "optim":
+        te_fsdp.shard_optimizer(optimizers[0])
+    return meshes, model, reference, optimizers
+
+
 def change_the_order(
     axes: dict[str, int], orders: dict[str, list[int]], raises: bool, **options: Any
 ) -> dict[str, Any] | str:
@@ -254,16 +271,8 @@ def change_the_order(
     """
     import te_fsdp
 
-    meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device().type)
-    model, reference = Layers(), Layers(harness.device())
-    te_fsdp.fully_shard(model, meshes, units=["layers.*"], **options)
-    te_fsdp.materialize(model, seed=0)
-    with torch.no_grad():
-        for parameter, sharded in zip(reference.parameters(), model.parameters(), strict=True):
-            parameter.copy_(harness.full(sharded))
-    optimizers, checks = [make_sgd(model), make_sgd(reference)], harness.Comparisons()
-    if options.get("outer_strategy") == "optim":
-        te_fsdp.shard_optimizer(optimizers[0])
+    meshes, model, reference, optimizers = _with_reference(axes, options)
+    checks = harness.Comparisons()
     for step, micro in itertools.product(range(3), range(2)):
         by_rank = dict.fromkeys(range(meshes.data_size), BASE)
         if step == 1:
@@ -426,16 +435,8 @@ def train_different_microbatches(
     """
     import te_fsdp
 
-    meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device().type)
-    model, reference = Layers(), Layers(harness.device())
-    te_fsdp.fully_shard(model, meshes, units=["layers.*"], **options)
-    te_fsdp.materialize(model, seed=0)
-    with torch.no_grad():
-        for parameter, sharded in zip(reference.parameters(), model.parameters(), strict=True):
-            parameter.copy_(harness.full(sharded))
-    optimizers, checks = [make_sgd(model), make_sgd(reference)], harness.Comparisons()
-    if options.get("outer_strategy") == "optim":
-        te_fsdp.shard_optimizer(optimizers[0])
+    meshes, model, reference, optimizers = _with_reference(axes, options)
+    checks = harness.Comparisons()
     for by_rank in counts:
         count = by_rank[meshes.data_rank]
         for micro in range(count):

@@ -6,7 +6,8 @@ import pytest
 from bridge import resume
 from harness.shared_memory import GLOO_VARIABLE
 
-STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+from te_fsdp.layout import STRATEGIES
+
 PLACES = [
     *((strategy, None) for strategy in STRATEGIES),
     ("no_shard", "no_shard"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from parity import parameter_attributes as bodies
 
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+from te_fsdp.layout import STRATEGIES
 
 
 @pytest.mark.ranks(2)

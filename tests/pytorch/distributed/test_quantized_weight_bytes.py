@@ -8,6 +8,8 @@ from quantization import weight_bytes, weight_writes
 from quantization.models import why_no_hybrid_linear
 from quantization.weight_bytes import steps_of
 
+from te_fsdp.layout import STRATEGIES
+
 # (dp_replicate, tp, ranks)
 MESHES = {
     "dp2xtp2": (1, 2, 4),
@@ -16,7 +18,6 @@ MESHES = {
     "hsdp2x2": (2, 1, 4),
     "hsdp2x2xtp2": (2, 2, 8),
 }
-STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 
 def meshes(*names: str) -> list:

@@ -12,9 +12,10 @@ import pytest
 from harness import BodyFailed
 from recomputing import bodies
 
+from te_fsdp.layout import STRATEGIES
+
 DP2, TP2, DP2_TP2 = {"dp_shard": 2}, {"dp_shard": 1, "tp": 2}, {"dp_shard": 2, "tp": 2}
 OWN = {"place": "own"}
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 #: name -> way: TE's own, around a unit, in it, around several, one in another, torch's selection.
 WAYS = {

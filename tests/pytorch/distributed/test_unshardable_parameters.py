@@ -7,7 +7,7 @@ from matrix import search
 from matrix.configurations import Configuration
 from strategies import unshardable_parameters as bodies
 
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+from te_fsdp.layout import STRATEGIES
 
 
 @pytest.mark.ranks(2)

@@ -11,6 +11,8 @@ import harness
 import pytest
 from experts import user_dtensors as bodies
 
+from te_fsdp.layout import STRATEGIES
+
 MESHES = {
     "ep2": {"ep": 2, "dp_shard": 1},
     "tp2": {"tp": 2, "dp_shard": 1},
@@ -20,7 +22,6 @@ MESHES = {
     "tp2_dp2": {"tp": 2, "dp_shard": 2},
     "hsdp_ep2": {"dp_replicate": 2, "ep": 2, "dp_shard": 1},
 }
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 #: fp32: sums over 16 tokens in other orders, three chained AdamW steps with eps=1e-3.
 NEAR = 2e-5
 #: GroupedLinear multiplies fp32 numbers as TF32 on a GPU. Of operands that differ by 1e-7, 2e-4 are on two sides of

@@ -9,7 +9,8 @@ from __future__ import annotations
 import pytest
 from quantization import user_writes
 
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+from te_fsdp.layout import STRATEGIES
+
 RECIPES = ("none", "current", "delayed", "block", "mxfp8", "nvfp4")
 
 

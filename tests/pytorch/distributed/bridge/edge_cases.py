@@ -10,19 +10,15 @@ import torch.distributed as dist
 
 from bridge.bodies import batch
 from bridge.constructors import largest_relative_difference
-from bridge.placements import make_nested
+from bridge.placements import make_nested, make_placements
 
 
 def several_models(rows: list[str], named: bool) -> dict[str, Any]:
     """Train two models by one optimizer, on a mesh with or without names, compared with one process."""
     from te_fsdp.compat.megatron_fsdp import experimental as v2
 
-    kinds = {"R": v2.Replicate, "P": v2.Partial, "F": v2.Flat}
+    mesh, placements = make_placements(rows, named, numbers=True)
     world = dist.get_world_size()
-    shape, names = ((world,), ("near",)) if len(rows) == 1 else ((2, world // 2), ("far", "near"))
-    mesh = dist.init_device_mesh(harness.device_type(), shape, mesh_dim_names=names if named else None)
-    columns = [[kinds[row[at]]() for row in rows] for at in range(3)]
-    placements = v2.Placements(list(range(len(rows))), *columns)
     nets, references = [make_nested(), make_nested()], [make_nested(), make_nested()]
     for net in nets:
         v2.fully_shard(net[0], mesh, placements)

@@ -20,16 +20,24 @@ def make_nested() -> torch.nn.Module:
     return torch.nn.Sequential(block, tanh(), linear(8, 3)).to(harness.device())
 
 
-def trained(rows: list[str], nested: bool = True) -> dict[str, Any]:
-    """Train two SGD steps by placements in short form ("RPF" of each axis), compared with one process."""
+def make_placements(rows: list[str], named: bool = True, numbers: bool = False) -> tuple[Any, Any]:
+    """Return a mesh, named or not, and placements in short form ("RPF" of each axis) by axis names or numbers."""
     from te_fsdp.compat.megatron_fsdp import experimental as v2
 
     kinds = {"R": v2.Replicate, "P": v2.Partial, "F": v2.Flat}
     world = dist.get_world_size()
     shape, names = ((world,), ("near",)) if len(rows) == 1 else ((2, world // 2), ("far", "near"))
-    mesh = dist.init_device_mesh(harness.device_type(), shape, mesh_dim_names=names)
+    mesh = dist.init_device_mesh(harness.device_type(), shape, mesh_dim_names=names if named else None)
     columns = [[kinds[row[at]]() for row in rows] for at in range(3)]
-    placements = v2.Placements(list(names), *columns)
+    return mesh, v2.Placements(list(range(len(rows)) if numbers else names), *columns)
+
+
+def trained(rows: list[str], nested: bool = True) -> dict[str, Any]:
+    """Train two SGD steps by placements in short form ("RPF" of each axis), compared with one process."""
+    from te_fsdp.compat.megatron_fsdp import experimental as v2
+
+    mesh, placements = make_placements(rows)
+    world = dist.get_world_size()
     net, reference = make_nested(), make_nested()
     for module in (net[0][0], net[0], net) if nested else (net,):
         v2.fully_shard(module, mesh, placements)

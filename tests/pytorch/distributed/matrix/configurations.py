@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 
 from matrix.definitions import CHECKPOINTS_ITSELF, FORMATS, MODULES
 from matrix.tolerances import GEMMS
+from te_fsdp.layout import STRATEGIES
 
 #: Meshes of 2 and 4 ranks, as `te_fsdp.Meshes.build` takes them.
 MESHES: dict[str, dict[str, int]] = {
@@ -26,7 +27,6 @@ MESHES: dict[str, dict[str, int]] = {
     "ep2xtp2": {"dp_shard": 1, "ep": 2, "tp": 2},
     "replicate2xep2": {"dp_replicate": 2, "dp_shard": 1, "ep": 2},
 }
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 SCHEDULES = ("plain", "no_sync", "microbatch", "by hand", "setter", "auto sync", "start", "sync")
 #: Options of `te_fsdp.MixedPrecisionPolicy` by name; the last two are for fp32 weights, computed in bf16.
 POLICIES: dict[str, dict[str, str | None]] = {

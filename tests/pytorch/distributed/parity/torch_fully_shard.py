@@ -7,7 +7,7 @@ from typing import Any
 
 import harness
 import torch
-from strategies.models import SEED, Model, batch, one_process
+from strategies.models import SEED, Model, batch, one_process, step_both
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -206,24 +206,16 @@ def compare_changes_to_unsharded(change: str, after: str, by: str = "set_device_
     saved = [{n: v.clone() for n, v in m.state_dict().items() if torch.is_tensor(v)} for m, _ in pairs]
     worst = 0.0
 
-    def step(number: int) -> None:
-        x = batch(number, meshes.data_size, 1)[0]
-        model(x[meshes.data_rank]).square().mean().backward()
-        reference(x.flatten(0, 1)).square().mean().backward()
-        for _, optimizer in pairs:
-            optimizer.step()
-            optimizer.zero_grad()
-
     def evaluate() -> float:
         x = batch(9, meshes.data_size, 1)[0]
         with torch.no_grad():
             mine, wanted = model(x[0]), reference(x[0])
         return float((mine - wanted).norm() / wanted.norm())
 
-    step(0)
+    step_both(pairs, meshes, 0)
     worst = max(worst, evaluate())
     if after == "backward":
-        step(1)
+        step_both(pairs, meshes, 1)
         x = batch(2, meshes.data_size, 1)[0]
         model(x[meshes.data_rank]).square().mean().backward()
         pairs[0][1].zero_grad()
@@ -238,7 +230,7 @@ def compare_changes_to_unsharded(change: str, after: str, by: str = "set_device_
                 pairs[index] = (m, torch.optim.SGD(m.parameters(), lr=LEARNING_RATE))
         for number in range(3, 6):
             worst = max(worst, evaluate()) if change != "none" or number > 3 else worst
-            step(number)
+            step_both(pairs, meshes, number)
     except te_fsdp.TeFsdpError as error:
         text = f"{type(error).__name__}: {error}"
     worst = max(worst, evaluate())

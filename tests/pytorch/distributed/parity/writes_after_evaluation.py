@@ -7,7 +7,7 @@ from typing import Any
 
 import harness
 import torch
-from strategies.models import Model, batch, one_process, sharded
+from strategies.models import Model, batch, one_process, sharded, step_both
 from torch import nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
@@ -127,15 +127,7 @@ def _changed(by: str, change: str) -> float:
             mine, wanted = (model.score if by == "method" else model)(x), reference(x)
         return float((mine - wanted).norm() / wanted.norm())
 
-    def step(number: int) -> None:
-        x = batch(number, meshes.data_size, 1)[0]
-        model(x[meshes.data_rank]).square().mean().backward()
-        reference(x.flatten(0, 1)).square().mean().backward()
-        for _, optimizer in pairs:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    step(0)
+    step_both(pairs, meshes, 0)
     worst = max(worst, evaluate(1))
     for m, _ in pairs:
         CHANGES[change](m)
@@ -144,8 +136,8 @@ def _changed(by: str, change: str) -> float:
         CHANGES[change](m)
     if change == "optimizer":
         pairs = [(m, torch.optim.SGD(m.parameters(), lr=LEARNING_RATE)) for m, _ in pairs]
-    step(4)
-    step(5)
+    step_both(pairs, meshes, 4)
+    step_both(pairs, meshes, 5)
     worst = max(worst, evaluate(6))
     for unit in model.modules():
         if hasattr(unit, "reshard"):

@@ -255,7 +255,7 @@ def trained_without_updates(**options: Any) -> dict[str, Any]:
     """Run :func:`trained` without te_fsdp's update of written main weights: the negative control."""
     from te_fsdp.features import written_weights
 
-    with mock.patch.object(written_weights, "_update_main_weight", lambda *unused: None):
+    with mock.patch.object(written_weights, "_new_main_weight", lambda *unused: (None, None)):
         return trained(**options)
 
 

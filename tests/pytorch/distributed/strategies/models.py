@@ -88,6 +88,16 @@ def batch(step: int, copies: int, microbatches: int) -> torch.Tensor:
     return torch.randn(shape, generator=generator).to(harness.device())
 
 
+def step_both(pairs: list[tuple[Any, Any]], meshes: Any, number: int) -> None:
+    """Train a sharded model and its reference in one process, each with its optimizer, on the same batch."""
+    x = batch(number, meshes.data_size, 1)[0]
+    pairs[0][0](x[meshes.data_rank]).square().mean().backward()
+    pairs[1][0](x.flatten(0, 1)).square().mean().backward()
+    for _, optimizer in pairs:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def gradients_and_weights(
     model: nn.Module, data: list[torch.Tensor], recipe: Any = None
 ) -> list[torch.Tensor]:

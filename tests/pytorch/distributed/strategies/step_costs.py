@@ -15,8 +15,8 @@ from torch import nn
 
 from strategies.bodies import loss_of, run
 from strategies.models import batch, optimizer_of, sharded
+from te_fsdp.layout import STRATEGIES
 
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 LOOPS = ("plain", "microbatch", "no_sync")
 
 
