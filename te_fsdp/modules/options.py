@@ -111,7 +111,7 @@ def check_divisible(kind: str, stock: type, args: tuple[Any, ...], kwargs: dict[
     group = arguments.get("tp_group")  # decides over tp_size, as in TE
     tp_size = group.size() if group is not None else arguments.get("tp_size", 1)
     names = _DIVIDED.get(kind, ())
-    if kind in ("Linear", "LayerNormLinear", "GroupedLinear"):
+    if kind in _LINEARS:
         names = _BY_MODE.get(str(arguments.get("parallel_mode")), ())
     for name in names:
         size = arguments.get(name)

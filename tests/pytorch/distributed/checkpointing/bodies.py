@@ -271,27 +271,3 @@ def compare_after_round_trip(
     te_fsdp.checkpoint.load(f"{directory}/{name}", run.model, run.optimizer)
     expected = torch.load(path, weights_only=True)
     return differing(expected, {k: v.cpu() for k, v in local_state(run).items()})
-
-
-def error_of_dcp_load(case: Case, axes: dict[str, int], directory: str) -> str:
-    """Check that loading by plain DCP raises on this mesh and changes nothing; return the error's text."""
-    run = Run(case, axes, seed=1)
-    before = local_state(run)
-    try:
-        load_through("plain", run, f"{directory}/plain")
-    except BaseException as error:  # DCP's CheckpointException is a BaseException
-        weights = {k: v for k, v in local_state(run).items() if k in before}
-        assert not differing(before, weights), "changed although it refused"
-        return str(error)
-    raise AssertionError("loaded")
-
-
-def error_of_dcp_save(case: Case, axes: dict[str, int], directory: str) -> str:
-    """Check that saving by plain DCP raises on this rank; return the error's text."""
-    run = Run(case, axes, seed=1)
-    run.steps(1)
-    try:
-        save_through("plain", run, f"{directory}/plain")
-    except BaseException as error:  # DCP's CheckpointException is a BaseException
-        return str(error)
-    raise AssertionError("saved")

@@ -7,10 +7,10 @@ from typing import Any
 
 import harness
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from checkpointing.models import recipe_of
+from checkpointing.token_training import TokenTraining
 
 HEADS, SEQUENCE, BATCH, CLASSES = 8, 32, 4, 8
 
@@ -51,8 +51,10 @@ class Quantized(nn.Module):
         return self.head(x + self.mlp(x))
 
 
-class QuantizedTraining:
+class QuantizedTraining(TokenTraining):
     """The model on a mesh with FusedAdam and fp32 main weights, and steps of it."""
+
+    CLASSES, SHAPE = CLASSES, (SEQUENCE, BATCH)
 
     def __init__(
         self, recipe: str, axes: dict[str, int] | None, seed: int, *, width: int | None = None
@@ -85,31 +87,3 @@ class QuantizedTraining:
         from transformer_engine.pytorch.optimizers import FusedAdam
 
         self.optimizer = FusedAdam(self.model.parameters(), lr=1e-3, master_weights=True)
-        self.position = 0
-
-    def steps(self, count: int) -> list[float]:
-        """Return losses of `steps` training steps on batches that depend on the position in the data alone."""
-        return [self._step() for _ in range(count)]
-
-    def _step(self) -> float:
-        import transformer_engine.pytorch as te
-
-        generator = torch.Generator().manual_seed(100 + self.position)
-        self.position += 1
-        torch.manual_seed(self.position)  # NVFP4 rounds gradients at random
-        ids = torch.randint(0, CLASSES, (SEQUENCE, BATCH), generator=generator).to(harness.device())
-        if self.meshes is not None:
-            mesh, sizes = self.meshes.device_mesh, self.meshes.size
-            place = mesh.get_local_rank("dp_replicate") * sizes("dp_shard") + mesh.get_local_rank("dp_shard")
-            ids = ids.tensor_split(sizes("dp_replicate") * sizes("dp_shard"), dim=1)[place].contiguous()
-        with te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
-            logits = self.model(ids)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids.flip(0).flatten())
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        total = loss.detach().double()
-        if dist.is_initialized():
-            dist.all_reduce(total)
-            total /= dist.get_world_size()
-        return total.item()

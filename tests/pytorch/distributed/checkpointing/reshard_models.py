@@ -6,9 +6,10 @@ from typing import Any
 
 import harness
 import torch
-import torch.distributed as dist
 from harness.tensor_parallel import SumGradientOverTp, SumOverTp
 from torch import nn
+
+from checkpointing.token_training import TokenTraining
 
 # Of tp = 4 each rank gets 22 rows of each half of the gated fc1, 2 heads, 1 group; over three ranks these are uneven.
 HIDDEN, FFN, HEADS, GROUPS, EXPERTS = 64, 88, 8, 4, 3
@@ -109,8 +110,10 @@ class Everything(nn.Module):
         return self.head(self.small(self.norm(self.layer(x))))
 
 
-class Training:
+class Training(TokenTraining):
     """The model on a mesh with its optimizer, and steps of it."""
+
+    CLASSES, SHAPE = CLASSES, (SEQUENCE, BATCH)
 
     def __init__(self, dtype: torch.dtype, axes: dict[str, int] | None, seed: int) -> None:
         """Build, shard, initialise; ``axes`` is None for stock TE in one process, without te_fsdp."""
@@ -127,7 +130,6 @@ class Training:
             te_fsdp.fully_shard(self.model, self.meshes, units=["layer", "swiglu"])
             te_fsdp.materialize(self.model, seed=seed)
         self.optimizer = self._optimizer(dtype)
-        self.position = 0
 
     def _optimizer(self, dtype: torch.dtype) -> torch.optim.Optimizer:
         trained: dict[str, list[torch.nn.Parameter]] = {}
@@ -141,26 +143,3 @@ class Training:
         from transformer_engine.pytorch.optimizers import FusedAdam
 
         return FusedAdam(groups, lr=2e-3, betas=(0.8, 0.95), master_weights=True)
-
-    def steps(self, count: int) -> list[float]:
-        """Return losses of `steps` training steps on batches that depend on the position in the data alone."""
-        return [self._step() for _ in range(count)]
-
-    def _step(self) -> float:
-        generator = torch.Generator().manual_seed(100 + self.position)
-        self.position += 1
-        ids = torch.randint(0, CLASSES, (SEQUENCE, BATCH), generator=generator).to(harness.device())
-        if self.meshes is not None:
-            mesh, sizes = self.meshes.device_mesh, self.meshes.size
-            place = mesh.get_local_rank("dp_replicate") * sizes("dp_shard") + mesh.get_local_rank("dp_shard")
-            ids = ids.chunk(sizes("dp_replicate") * sizes("dp_shard"), dim=1)[place].contiguous()
-        logits = self.model(ids)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids.flip(0).flatten())
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        total = loss.detach().double()
-        if dist.is_initialized():
-            dist.all_reduce(total)
-            total /= dist.get_world_size()
-        return total.item()

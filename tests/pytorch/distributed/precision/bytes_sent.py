@@ -20,15 +20,6 @@ def communicated_bytes(calls: Iterable[Collective]) -> collections.Counter[tuple
     return seen
 
 
-def padded_elements(model: torch.nn.Module, unit: str, ranks: int) -> int:
-    """Return elements of a unit's parameters as FSDP2 sends them: rows filled up to a multiple of the ranks."""
-    total = 0
-    for parameter in model.get_submodule(unit).parameters():
-        rows, rest = parameter.shape[0], parameter.shape[1:].numel()
-        total += -(-rows // ranks) * ranks * rest
-    return total
-
-
 def fp16_averages(large: float) -> dict[str, list[list[float]]]:
     """Average in fp16 over all ranks: one value that all have, and powers of two, one for each rank.
 
