@@ -65,7 +65,7 @@ def update_written_main_weights(step: Step) -> None:
 
 
 @torch.no_grad()
-def update_main_weights_since(optimizer: Optimizer, recorded: WeightVersions | None) -> WeightVersions:
+def update_main_weights_since(optimizer: Any, recorded: WeightVersions | None) -> WeightVersions:
     """Update the main weights of parameters that were written to since versions were recorded (``None``: of all).
 
     Return the current versions. Local operation.
