@@ -422,7 +422,10 @@ def rows_for(target: Any, source: Any) -> Any:
 
     Collective over the source's mesh in this case.
     """
-    if not isinstance(target, BoxedDTensor) or target._stacked is None or not isinstance(source, DTensor):
+    if not isinstance(target, BoxedDTensor) or target._stacked is None:
+        return source
+    source = _torch.replicated(source, target)
+    if not isinstance(source, DTensor):
         return source
     same = _is_placed_like(source, target)
     if same and source.__dict__.get(_KEY) in (True, target._map):

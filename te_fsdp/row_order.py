@@ -149,6 +149,7 @@ def _replicated_in_order(value: Any) -> Any:
 
 def _like_rows(value: Any, target: Any, func: Any) -> Any:
     """Return a DTensor with the rows in the order of a stacked one's shards. Collective over its mesh."""
+    value = _torch.replicated(value, target)
     if not isinstance(value, DTensor) or value._spec.placements == target._spec.placements:
         return value
     rows, sizes = value._spec.shape, target._spec.shape
@@ -171,14 +172,14 @@ def like_first_list(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     ):  # which converts each tensor
         return args
     pairs = [(t, t._spec.placements if isinstance(t, DTensor) else None) for t in first]
+    is_implicit = _torch.is_replication_implicit()
 
     def fit(values: Any) -> Any:
         if values is first or not isinstance(values, (list, tuple)) or len(values) != len(first):
             return values
         return [
             _like_rows(value, target, func)
-            if isinstance(value, DTensor)
-            and value._spec.placements != placements
+            if (value._spec.placements != placements if isinstance(value, DTensor) else is_implicit)
             and getattr(target, "_stacked", None) is not None
             else value
             for value, (target, placements) in zip(values, pairs, strict=True)

@@ -27,7 +27,7 @@ from torch.distributed.tensor.debug import (
     _clear_fast_path_sharding_prop_cache,
     _clear_python_sharding_prop_cache,
 )
-from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -62,6 +62,20 @@ def placed(
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def is_replication_implicit() -> bool:
+    """Return whether torch takes plain tensors for replicated DTensors (``implicit_replication``). Local operation."""
+    return getattr(DTensor._op_dispatcher, "_allow_implicit_replication", False)
+
+
+def replicated(value: Any, target: DTensor) -> Any:
+    """Return a plain tensor as torch takes it next to a DTensor: replicated, if that is implicit. Local operation."""
+    is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.ndim > 0
+    if not is_plain or not is_replication_implicit():
+        return value
+    placements = [Replicate()] * target.device_mesh.ndim
+    return DTensor.from_local(value, target.device_mesh, placements, run_check=False)
 
 
 def placed_like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

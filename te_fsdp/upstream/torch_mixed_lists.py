@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.distributed.tensor import DTensor
 
-from te_fsdp.upstream.torch_dtensor import count_writes
+from te_fsdp.upstream.torch_dtensor import count_writes, is_replication_implicit
 
 _aten = torch.ops.aten
 #: Operators that run once per mesh. They change or measure each tensor on its own.
@@ -67,7 +67,7 @@ class MixedLists:
     def _handle(self, op: Any, args: Any, kwargs: Any) -> Any:
         tensors = [*args[0], *(value for value in args[1:] if isinstance(value, DTensor))]
         is_mixed = len({t.device_mesh if isinstance(t, DTensor) else None for t in tensors}) > 1
-        if getattr(DTensor._op_dispatcher, "_allow_implicit_replication", False):
+        if is_replication_implicit():
             return run_stock(op, args, kwargs)
         name = op.overloadpacket.__name__
         # The newest first: an older model may have equal meshes.

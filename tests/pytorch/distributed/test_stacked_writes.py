@@ -14,7 +14,10 @@ CASES = [
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("kind", "axes", "sharder"), CASES)
 def test_writes_equal_the_unsharded_weight(pool, kind, axes, sharder):
-    """Check ``weight.add_(delta)`` with a DTensor in the order of the unsharded module."""
+    """Check ``weight.add_(delta)`` with a DTensor in the order of the unsharded module.
+
+    Under ``implicit_replication`` a plain tensor is such a DTensor. Other rows of it were added without an error.
+    """
     assert pool.run(stacked_writes.compare_writes, 4, kind=kind, axes=axes, sharder=sharder) == [[]] * 4
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import operator
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 
 from plain_dcp.round_trip import Job, to_full
 
@@ -28,6 +30,7 @@ ELEMENTWISE: dict[str, Callable[[Any, Any], Any]] = {
     "columns": lambda p, x: p.mul_(x[:1]),
     "foreach": lambda p, x: torch._foreach_addcmul_([p], [p.clone()], [x], 0.5),
     "foreach, new": lambda p, x: p.copy_(torch._foreach_mul([p], [x])[0]),
+    "copy_": lambda p, x: p.copy_(x),
 }
 PARTS: dict[str, Callable[[Any], Any]] = {
     "chunk": lambda p: p.chunk(2)[0],
@@ -70,10 +73,12 @@ def compare_writes(kind: str, axes: dict[str, int], sharder: str) -> list[str]:
     values = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)).to(weight.device)
     mesh, original = weight.device_mesh, to_full(weight).to(weight.device)
     everywhere = [Replicate()] * mesh.ndim
-    for placements in (everywhere, [*everywhere[1:], Shard(1)], [Shard(0), *everywhere[1:]]):
+    for placements in (everywhere, [*everywhere[1:], Shard(1)], [Shard(0), *everywhere[1:]], None):
+        value = values if placements is None else distribute_tensor(values, mesh, placements)
         for name, function in ELEMENTWISE.items():
             written, expected = weight.clone(), original.clone()
-            function(written, distribute_tensor(values, mesh, placements))
+            with implicit_replication() if placements is None else contextlib.nullcontext():
+                function(written, value)
             function(expected, values)
             if not torch.equal(to_full(written), expected.cpu()):
                 wrong.append(f"{name}: {placements}")
