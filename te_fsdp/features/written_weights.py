@@ -111,7 +111,12 @@ def _new_main_weight(optimizer: Any, parameter: torch.Tensor) -> tuple[Any, torc
     shard = optimizer_shard_in(optimizer, parameter)
     if shard is not None:
         rounded = RoundedValues(*map(shard.of, rounded))
-    return main, rounded.keep(_torch.local_of(main))
+    exact = _torch.local_of(main)
+    if main is not optimizer.state[parameter][MAIN]:
+        # FP16 rounds a main weight after the weight was rounded from it. The scale makes the largest one 2**15.
+        error = exact.abs() * (2.0**-11 + _FP32_ERROR) + exact.abs().max() * 2.0**-39
+        rounded = rounded._replace(outward=rounded.outward + error, inward=rounded.inward + error)
+    return main, rounded.keep(exact)
 
 
 @torch.no_grad()

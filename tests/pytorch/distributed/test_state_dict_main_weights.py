@@ -43,3 +43,10 @@ def test_sent_weights_have_the_scales_of_fp16_main_weights(pool, written):
     """Exports had the stored values. Negative control: these are different from the scaled ones."""
     for found in pool.run(main_weights.send_scaled_main_weights, 2, written=written):
         assert found["scaled"] and found["differ"] == [], found
+
+
+@pytest.mark.ranks(2)
+def test_loaded_main_weights_in_fp16_keep_their_values(pool):
+    """The next step replaced some by the rounded weights. Negative control: weights that are written do replace them."""
+    for found in pool.run(main_weights.load_scaled_main_weights, 2):
+        assert found["differ"] == found["stale"] == [], found

@@ -171,3 +171,30 @@ def send_scaled_main_weights(*, written: bool) -> dict[str, list[str]]:
         found["differ"] += [] if value.dtype == right.dtype and torch.equal(value, right) else [name]
         found["scaled"] += [] if torch.equal(stored, right) else [name]
     return found
+
+
+def load_scaled_main_weights() -> dict[str, list[str]]:
+    """Load the state dicts of FusedAdam with main weights in FP16; step; double the weights, and step without change.
+
+    Returns:
+        Differences from a run without the load ("differ"), and main weights unlike the doubled weights ("stale").
+    """
+    run, other = (Job(seed, "FusedAdam", master_weight_dtype=torch.float16) for seed in (0, 1))
+    run.step(0)
+    other.model.load_state_dict(run.model.state_dict())
+    other.optimizer.load_state_dict(run.optimizer.state_dict())
+    for job in (run, other):
+        job.step(1)
+    found, right = (job.mains() | job.weights() for job in (other, run))
+    with torch.no_grad():
+        for parameter in other.model.parameters():
+            parameter.mul_(2)
+    for group in other.optimizer.param_groups:
+        group["lr"] = 0.0
+    other.step(2)
+    written = {name: 2 * weight for name, weight in right.items()}
+    now = other.weights()
+    return {
+        "differ": [name for name in right if not torch.equal(found[name], right[name])],
+        "stale": [name for name in now if not torch.equal(now[name], written[name])],
+    }
