@@ -399,7 +399,7 @@ def order_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
     Those of ``distribute_tensor`` are in the original order, those of ``torch.load`` in the order of the ranks, as a
     note in the pickle says. Collective over the mesh if there are any of the former.
     """
-    # In place: FusedAdam reads the dict once more after ``torch.optim.Optimizer.load_state_dict``.
+    # In place of a copy: FusedAdam reads it once more after ``torch.optim.Optimizer.load_state_dict``.
     keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for key, target in zip(keys, parameters, strict=False):

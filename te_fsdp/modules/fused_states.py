@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from te_fsdp.boxed_dtensor import boxed_like
+from te_fsdp.modules.state_loading import with_own_states
 from te_fsdp.records import checks_of, get_record
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.patches import Replacements, wrapping
@@ -50,5 +51,14 @@ def _state_dict(self: Any, *args: Any, stock: Callable[..., dict[str, Any]], **k
     return result
 
 
-#: The two methods of ``FusedAdam`` that create state tensors
-PATCHES: Replacements = ((None, "states", _initializing), (None, "states of dicts", _state_dict))
+@wrapping
+def _load_state_dict(self: Any, state_dict: dict[str, Any], *, stock: Callable[..., None]) -> None:
+    stock(self, with_own_states(state_dict))
+
+
+#: The methods of ``FusedAdam`` that create or load state tensors
+PATCHES: Replacements = (
+    (None, "states", _initializing),
+    (None, "states of dicts", _state_dict),
+    (None, "loads of dicts", _load_state_dict),
+)

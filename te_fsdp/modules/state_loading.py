@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -259,9 +260,18 @@ def refuse_missing_states(planner: Any) -> None:
         )
 
 
+def with_own_states(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of an optimizer's state dict with the same tensors. A caller may load the original again. Local."""
+    result = copy.copy(state_dict)
+    result["state"] = {key: copy.copy(state) for key, state in state_dict["state"].items()}
+    return result
+
+
 @wrapping
 def _load_states(self: Optimizer, state_dict: dict[str, Any], *, stock: Any) -> None:
     remainders = getattr(self, "store_param_remainders", None)  # of TE's FusedAdam
+    if remainders is None:  # FusedAdam reads its argument again, which is a copy already
+        state_dict = with_own_states(state_dict)
     keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     params = chain.from_iterable(group["params"] for group in self.param_groups)
     for key, parameter in zip(keys, params, strict=False):

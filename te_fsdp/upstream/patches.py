@@ -238,6 +238,7 @@ _TE: dict[str, dict[str, tuple[str, ...]]] = {
             "state_dict",
             "the same in state dicts, and current main weights of FP32 weights",
         ),
+        "loads of dicts": ("load_state_dict", "changes a copy of the state dict, not the caller's"),
     },
     "`FusedAdam` with te_fsdp's main weights": {
         "save": ("state_dict", "keeps main weights in the groups until the call ends"),
@@ -300,6 +301,7 @@ _OWNERS: dict[str, Callable[[], Iterable[Any]]] = {
     "element type": _enums_pickled_by_name,
     "states": lambda: [_te.te().optimizers.FusedAdam],
     "states of dicts": lambda: [_te.te().optimizers.FusedAdam],
+    "loads of dicts": lambda: [_te.te().optimizers.FusedAdam],
 }
 
 

@@ -71,7 +71,7 @@ def test_class_patches_are_installed_once(te):
             results[owner, attribute] = owner.__dict__[attribute]
     _patches.apply_patches(rows)
     assert {(owner, name): owner.__dict__[name] for owner, name in results} == results
-    assert len({attribute for _, attribute in results} - {"__reduce_ex__"}) == 13
+    assert len({attribute for _, attribute in results} - {"__reduce_ex__"}) == 14
 
 
 # --------------------------------------------------------------------------- faults of stock TE, in one process

@@ -47,6 +47,14 @@ def test_sent_weights_have_the_scales_of_fp16_main_weights(pool, written):
 
 @pytest.mark.ranks(2)
 def test_loaded_main_weights_in_fp16_keep_their_values(pool):
-    """The next step replaced some by the rounded weights. Negative control: weights that are written do replace them."""
+    """The next step replaced some by the rounded weights. Negative control: weights that are written replace them."""
     for found in pool.run(main_weights.load_scaled_main_weights, 2):
         assert found["differ"] == found["stale"] == [], found
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_state_dict_loads_into_several_optimizers(pool, keeps):
+    """The second optimizer got the main weights of the first one's model, or rounded ones, without an error."""
+    for found in pool.run(main_weights.load_one_dict_twice, 2, keeps=keeps):
+        assert found == [True, True, True]

@@ -198,3 +198,27 @@ def load_scaled_main_weights() -> dict[str, list[str]]:
         "differ": [name for name in right if not torch.equal(found[name], right[name])],
         "stale": [name for name in now if not torch.equal(now[name], written[name])],
     }
+
+
+def load_one_dict_twice(*, keeps: bool) -> list[bool]:
+    """Load an optimizer's state dict into two others, of which the first ``keeps`` main weights, the saved one not.
+
+    Returns:
+        Whether the dict has its states as before, and whether the main weights of the second are those that it loads.
+    """
+    saved, first = Job(0, "FusedAdam", keeps=not keeps), Job(1, "FusedAdam", keeps=keeps)
+    second = Job(2, "FusedAdam")
+    for job in (saved, first, second):
+        job.step(0)
+    state_dict = saved.optimizer.state_dict()
+    before = {key: dict(state) for key, state in state_dict["state"].items()}
+    second.model.load_state_dict(saved.model.state_dict())
+    for job in (first, second):
+        job.optimizer.load_state_dict(state_dict)
+    mains, weights = second.mains(), saved.weights()
+    expected = {n: weight.float() for n, weight in weights.items()} if keeps else saved.mains()
+    states = state_dict["state"]
+    is_same = {key: {n: id(value) for n, value in states[key].items()} for key in states} == {
+        key: {n: id(value) for n, value in state.items()} for key, state in before.items()
+    }
+    return [is_same, all(torch.equal(mains[name], expected[name]) for name in expected), bool(expected)]
