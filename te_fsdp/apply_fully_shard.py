@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy, fully_shard as fsdp2_fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy as Fsdp2Policy,
+    fully_shard as fsdp2_fully_shard,
+)
 from torch.distributed.tensor import Shard
 
 from te_fsdp.bind_device_mesh import bind, remove_bound_checks
@@ -20,6 +24,7 @@ from te_fsdp.forward_hooks import register_forward_hooks
 from te_fsdp.layout import Storage
 from te_fsdp.lifecycle import track_replaced_parameters
 from te_fsdp.mesh import Meshes, as_meshes
+from te_fsdp.mesh_checks import ALL_AXES
 from te_fsdp.modules.context_parallel import check_attention, set_attention_cp_group
 from te_fsdp.modules.mixin import pair_of
 from te_fsdp.plan import ModelPlan
@@ -115,7 +120,7 @@ def attach_plan(plan: ModelPlan, points: CheckPoints) -> ShardedModel:
 def replace_parameters(plan: ModelPlan, state: ShardedModel) -> ShardedModel:
     """Bind the model, then apply FSDP2 to each unit. Inner units are first, because FSDP2 skips sharded parameters.
 
-    Collective as :func:`te_fsdp.bind_device_mesh.bind` and :func:`set_amax_groups`. Returns ``state``, with the units.
+    Collective as :func:`te_fsdp.bind_device_mesh.bind` and :func:`complete_bindings`. Returns ``state`` with units.
     """
     model, precision = plan.model, plan.precision
     with track_replaced_parameters(model, "fully_shard"), _fsdp2.chunk_this_rank_only():
@@ -160,7 +165,7 @@ def replace_parameters(plan: ModelPlan, state: ShardedModel) -> ShardedModel:
             fsdp2_fully_shard(
                 model, mesh=plan.meshes.fsdp_with_size_one, ignored_params=set(model.parameters())
             )
-        set_amax_groups(state)
+        complete_bindings(state)
         set_gradient_divisors(state, plan.mp_policy)
         restore_quantized(stash)
     return state
@@ -179,12 +184,17 @@ def _fsdp_mesh(meshes: Meshes, storage: Storage, *, experts: bool) -> DeviceMesh
     return meshes.expert_fsdp_with_size_one if experts else meshes.fsdp_with_size_one
 
 
-def set_amax_groups(state: ShardedModel) -> None:
-    """Set the group over which TE reduces the amax of delayed scaling. Collective over the world at the first call."""
+def complete_bindings(state: ShardedModel) -> None:
+    """Set the group over which TE reduces the amax of delayed scaling, and record FSDP2 in the modules' bindings.
+
+    Collective over the world at the first call.
+    """
     meshes = {True: state.meshes.expert_amax, False: state.meshes.amax}
     groups = {kind: None if mesh is None else mesh.get_group() for kind, mesh in meshes.items()}
     for binding in filter(None, map(binding_of, state.model.modules())):
         binding.amax.group = groups[binding.experts is not None]
+        binding.ep.divided = binding.experts is not None or binding.ep.divided
+        binding.fsdp.is_managed = True
 
 
 # [Note: gradients of experts] Gradients of experts equal those of one process:
@@ -203,8 +213,6 @@ def set_gradient_divisors(state: ShardedModel, policy: Fsdp2Policy) -> None:
     sums. ``policy`` is FSDP2's, for models without a precision policy of te_fsdp.
     """
     average = state.average_gradients
-    for binding in filter(None, map(binding_of, state.model.modules())):
-        binding.ep.divided = binding.experts is not None or binding.ep.divided
     expert_units = _expert_units(state.plans.values())
     for name, unit in state.modules.items():
         experts = name in expert_units
@@ -227,37 +235,53 @@ def set_gradient_divisors(state: ShardedModel, policy: Fsdp2Policy) -> None:
             unit.set_force_sum_reduction_for_comms(True)  # type: ignore[not-callable]
 
 
-@dataclass(frozen=True)
 class Setup:
-    """Argument of the functions in :data:`te_fsdp.components.SETUP`: a model whose parameters are sharded."""
+    """Argument of the functions in :data:`te_fsdp.components.SETUP`: a model whose parameters are sharded.
 
-    plan: ModelPlan
-    state: ShardedModel
-    fused: list[nn.Module]  #: Modules with ``fuse_wgrad_accumulation``
+    The truth of an attribute is the condition of a function (:func:`te_fsdp.lifecycle.runs_if`).
+    """
+
+    def __init__(self, plan: ModelPlan, state: ShardedModel, fused: list[nn.Module]) -> None:
+        self.plan, self.state = plan, state
+        self.fused = fused  #: Modules with ``fuse_wgrad_accumulation``
+        self.precision = plan.precision  #: Dtypes of the units, ``None`` without a policy
+        self.is_hfsdp = state.outer == "optim"  #: Whether optimizer state is sharded over ``dp_replicate``
+        self.axes = {axis for axis in ALL_AXES if plan.meshes.size(axis) > 1}  #: Axes of several ranks
+        self.device = plan.meshes.device
+        #: Whether the first steps measure the host's pace
+        self.is_timed = self.device.type == "cuda" and state.checks.level != "off"
+        #: Units whose all-gathers can start during the previous unit: those of each pass, if there are several.
+        units = {n: u for n, u in state.modules.items() if n and state.units[n].gather == "pass"}
+        self.prefetched = units if len(units) > 1 else {}
+        self.replicated = plan.replicated  #: Parameters that are replicated over data parallel
+        #: Name of a unit -> its parameter groups of FSDP2
+        self.groups = {name: fsdp2_units.fsdp_parameter_groups(unit) for name, unit in state.modules.items()}
+
+    def run(self, functions: Iterable[Callable[[Setup], None]]) -> None:
+        """Run the functions whose condition is true. Collective as they are."""
+        for function in functions:
+            attribute = getattr(function, "runs_if", None)
+            if attribute is None or getattr(self, attribute):
+                function(self)
 
 
 def prepare_units(setup: Setup) -> None:
     """Adapt FSDP2's units: a shorter steady state, no copies of quantized shards, sums over tp. Local operation."""
     plan, state = setup.plan, setup.state
-    sharded_weights = {(id(item.module), name) for item in plan.modules for name in item.fsdp_dims}
-    for unit in state.modules.values():
-        for managed in fsdp2_units.managed_fsdp_params(unit):
-            if any((id(owner), name) in sharded_weights for owner, name in fsdp2_units.owners_of(managed)):
-                # No high-precision copies of quantized shards, neither now nor when a shard is quantized later.
-                _fsdp2_patches.disable_flat_shard(managed)
-        _fsdp2_hooks.shorten_hooks(unit)
-        _fsdp2_patches.record_shard_meshes(unit)
-        _fsdp2_patches.alias_single_rank_shards(unit)
-        for group in fsdp2_units.fsdp_parameter_groups(unit):
+    # Also of weights that are quantized later.
+    quantizable = {(id(item.module), name) for item in plan.modules for name in item.fsdp_dims}
+    for name, unit in state.modules.items():
+        _fsdp2_hooks.shorten_hooks(unit, setup.groups[name])
+        for group in setup.groups[name]:
+            _fsdp2_patches.adapt_records(group, quantizable)
+            _fsdp2_patches.alias_single_rank_shards(group)
             _fsdp2_settled.swap_in_one_loop(group, pair_of, PARAMETER)
             _fsdp2_settled.shorten_fsdp_calls(group, replay_gather)
             _fsdp2_gather.repeat_gathers(group)
-            if plan.meshes.tp is not None and plan.meshes.tp.size() > 1:
+            if "tp" in setup.axes:
                 sum_at_once(group)
-    for binding in filter(None, map(binding_of, state.model.modules())):
-        binding.fsdp.is_managed = True
-    for unit in filter(fsdp2_units.is_fsdp_module, state.model.modules()):
-        for module in unit.modules():
+    for unit in state.model.modules():
+        for module in unit.modules() if isinstance(unit, FSDPModule) else ():
             _te_modules.cache_is_fsdp2(module)
 
 
@@ -270,9 +294,8 @@ def reduce_unused_parameters(setup: Setup) -> None:
 
     Each unit must still run on all ranks or on none, because its all-gather is a collective, too.
     """
-    for unit in setup.state.modules.values():
-        for group in fsdp2_units.fsdp_parameter_groups(unit):
-            complete_gradients(group)
+    for group in chain.from_iterable(setup.groups.values()):
+        complete_gradients(group)
 
 
 def attach_state(setup: Setup) -> None:
@@ -287,8 +310,11 @@ def attach_state(setup: Setup) -> None:
 def start_checks(setup: Setup) -> None:
     """Start the checks of the requested level, in place of those of ``set_device_mesh``. Local operation."""
     remove_bound_checks(setup.state.model)
-    for check in setup.state.checks.sharded:
-        check(setup.state)
+    # Checks over axes of one rank would compare nothing.
+    points = setup.state.checks
+    for check in points.sharded:
+        if check not in points.axes or not setup.axes.isdisjoint(points.axes[check]):
+            check(setup.state)
 
 
 def hook_forward(setup: Setup) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from te_fsdp.errors import PlacementError, require_flags, suggest
@@ -41,6 +41,8 @@ class CheckPoints:
     """Functions of the checks of one level, by the point at which the core calls them. Empty at level "off"."""
 
     level: str = "off"
+    #: Axes of the checks of some axes only. At the point ``sharded`` one of them must have several ranks.
+    axes: Mapping[Callable[..., Any], list[str]] = field(default_factory=dict, hash=False)
     plan: Functions = ()  #: ``(plan)`` before ``fully_shard`` changes anything
     sharded: Functions = ()  #: ``(state)`` when the model is sharded, before its own hooks of forward
     draw: Functions = ()  #: ``(mesh, label, device)`` before initial values are drawn on all ranks of a mesh

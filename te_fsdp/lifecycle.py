@@ -99,11 +99,11 @@ class Step:
 
 
 StepFunctions: TypeAlias = tuple[Callable[[Step], None], ...]
-FunctionT = TypeVar("FunctionT", bound=Callable[[Step], None])
+FunctionT = TypeVar("FunctionT", bound=Callable[..., None])
 
 
 def runs_if(attribute: str) -> Callable[[FunctionT], FunctionT]:
-    """Let a function of the lists run only in steps for which this attribute of :class:`Step` is true."""
+    """Let a function of a list run only if this attribute of its argument (:class:`Step`, ``Setup``) is true."""
 
     def mark(function: FunctionT) -> FunctionT:
         function.__dict__["runs_if"] = attribute

@@ -80,6 +80,5 @@ def fully_shard(
         check_plan(plan, points)
         setup = Setup(plan, replace_parameters(plan, attach_plan(plan, points)), fused)
         # Components need the parameters and units as FSDP2 has left them.
-        for attach in SETUP:
-            attach(setup)
+        setup.run(SETUP)
     return model

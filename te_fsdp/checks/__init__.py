@@ -71,14 +71,20 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check("inputs", "sharded", "tp, cp", inputs.watch_model_inputs, InputError),
     Check("one batch on all ranks", "sharded", "dp_shard", inputs.watch_for_copies, None),
-    Check("partial gradients", "sharded", "tp", gradients.compare_gradients, GradientError),
+    Check("partial gradients", "sharded", "tp, ep", gradients.compare_gradients, GradientError),
     Check("losses of a part of the logits", "sharded", "tp", gradients.watch_head_gradients, GradientError),
     Check("shared memory", "sharded", "", model.refuse_shared_memory, OrderError),
     Check("states of a different optimizer", "sharded", "", optimizer.explain_failed_loads, CheckpointError),
     Check("split backward", "sharded", "", backward.refuse_split_backward, OrderError),
     Check("steps of all ranks", "sharded", "model", progress.watch_progress, OrderError),
     Check("writes in forward", "sharded", "", model.refuse_writes_in_forward, OrderError),
-    Check("setters of FSDP2", "sharded", "", unit_order.watch_setters, CollectiveError),
+    Check(
+        "setters of FSDP2",
+        "sharded",
+        "dp_shard, dp_replicate, tp",
+        unit_order.watch_setters,
+        CollectiveError,
+    ),
     # set_device_mesh and context_parallel_shard
     Check("shards of a bound model", "binding", "tp, ep", weights.compare_shards, InitError, "setup"),
     Check("inputs of a bound model", "bound", "tp", inputs.watch_bound_inputs, InputError),
@@ -177,4 +183,5 @@ def bind(level: str, of_inputs: bool = True) -> CheckPoints:
         is_included = LEVELS.index(check.level) <= LEVELS.index(level)
         if is_included and (of_inputs or check.value not in _OF_INPUTS):
             functions[check.when] = (*functions.get(check.when, ()), check.value)
-    return CheckPoints(level, **functions)
+    axes = {check.value: check.mesh.split(", ") for check in CHECKS if check.mesh not in ("", "model")}
+    return CheckPoints(level, axes, **functions)

@@ -358,8 +358,7 @@ def watch_head_gradients(state: ShardedModel) -> None:
 
     Such a backward becomes collective over tp: one max all-reduce of two numbers.
     """
-    if (tp := state.meshes.tp_or_none) is not None:
-        _watch(state.model, tp, every=state.checks.level == "full")
+    _watch(state.model, state.meshes.tp, every=state.checks.level == "full")
 
 
 def watch_head_gradients_of_bound(model: nn.Module, tp_mesh: DeviceMesh | None) -> None:

@@ -27,7 +27,7 @@ from te_fsdp.collectives.rendezvous import format_ranks
 from te_fsdp.errors import CollectiveError, shorten
 from te_fsdp.sharded_model import ShardedModel
 from te_fsdp.upstream import fsdp2_state as _fsdp2, torch_dtensor as _torch
-from te_fsdp.upstream.fsdp2_units import call_before, flags_of_backward, reduces_gradients
+from te_fsdp.upstream.fsdp2_units import all_gather_ranks, call_before, flags_of_backward, reduces_gradients
 
 
 def require_same_unit(state: ShardedModel, name: str, unit: nn.Module, started: bool) -> None:
@@ -45,7 +45,7 @@ def _is_over_ep(state: ShardedModel, name: str) -> bool:
     """Return whether a unit has experts. Ranks of ``ep`` run different ones, for example only those with tokens."""
     known = state.computed.over_ep
     if name not in known:
-        group, ep = _fsdp2.all_gather_ranks(state.modules[name]), state.meshes.ep
+        group, ep = all_gather_ranks(state.modules[name]), state.meshes.ep
         known[name] = ep is not None and (group is None or group.size() < state.meshes.size("dp_shard"))
     return known[name]
 
@@ -85,11 +85,12 @@ def watch_setters(state: ShardedModel) -> None:
         if method == "unshard":
             _wait_for_new_states(state, compared.calls[1][-1])
 
+    gathers = ("unshard", "reshard") if state.meshes.size("dp_shard") > 1 else ()
     compared.states = {flags_of_backward(state.modules.values())}
-    for name, unit in state.modules.items() if peer_ranks(state, True, replicas=True) is not None else ():
+    for name, unit in state.modules.items():
         for setter in (*_OF_ORDER, *_OF_BACKWARD):
             call_before(unit, setter, functools.partial(record_setter, setter))
-        for method in ("unshard", "reshard") if state.meshes.size("dp_shard") > 1 else ():
+        for method in gathers:
             call_before(unit, method, functools.partial(record_call, method, name))
 
 
@@ -129,7 +130,7 @@ def _wait_for_new_states(state: ShardedModel, call: str = "") -> None:
 
 def _is_sharded(unit: nn.Module) -> bool:
     """Return whether the next forward of a unit all-gathers it from other ranks."""
-    return not _fsdp2.is_unit_unsharded(unit) and _fsdp2.all_gather_ranks(unit) is not None
+    return not _fsdp2.is_unit_unsharded(unit) and all_gather_ranks(unit) is not None
 
 
 def follow_unit_order(state: ShardedModel, name: str, unit: nn.Module, started: bool) -> None:

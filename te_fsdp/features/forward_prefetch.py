@@ -25,6 +25,7 @@ from torch import nn
 
 from te_fsdp.apply_fully_shard import Setup
 from te_fsdp.component import Component
+from te_fsdp.lifecycle import runs_if
 from te_fsdp.upstream import fsdp2_state as _fsdp2, torch_dtensor as _torch
 
 
@@ -78,15 +79,12 @@ class ForwardPrefetch(Component):
         return False
 
 
+@runs_if("prefetched")
 def prefetch_in_forward(setup: Setup) -> None:
     """Start all-gathers of a forward one unit ahead, in units that are all-gathered in each pass. Local operation."""
-    state = setup.state
-    units = {n: unit for n, unit in state.modules.items() if state.units[n].gather == "pass" and n}
-    if len(units) < 2:
-        return
-    prefetch = ForwardPrefetch(units)
-    state.components.attach(prefetch)
-    for name, unit in units.items():
+    prefetch = ForwardPrefetch(setup.prefetched)
+    setup.state.components.attach(prefetch)
+    for name, unit in setup.prefetched.items():
         # After FSDP2's hook, which unshards the unit.
         hook = _torch.disable_compile(functools.partial(prefetch.gather_next, name))
         unit.register_forward_pre_hook(hook)

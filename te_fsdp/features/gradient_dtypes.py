@@ -13,17 +13,18 @@ from te_fsdp.apply_fully_shard import Setup
 from te_fsdp.collectives.redistribute import COMM_DTYPES, GradComm
 from te_fsdp.component import Component
 from te_fsdp.errors import OrderError, PrecisionError
+from te_fsdp.lifecycle import runs_if
 from te_fsdp.records import KEEPS_MAIN_WEIGHTS, get_record
 from te_fsdp.sharded_model import get_sharded_model
 from te_fsdp.unit_communication import OuterGroup, set_unit_grad_comm
 from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, fsdp2_units, te as _te, torch_dtensor as _torch
 
 
+@runs_if("precision")
 def attach_gradient_dtypes(setup: Setup) -> None:
     """Let FSDP2 reduce and accumulate gradients as the precision policy says. Local operation."""
-    plan, state, model = setup.plan.precision, setup.state, setup.state.model
-    if plan is None:
-        return
+    plan, state, model = setup.precision, setup.state, setup.state.model
+    assert plan is not None
     state.components.attach(GradientDtypes())
     others = {
         p.unit

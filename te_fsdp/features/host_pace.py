@@ -24,6 +24,7 @@ from te_fsdp.apply_fully_shard import Setup
 from te_fsdp.collectives.agreement import rank
 from te_fsdp.collectives.rendezvous import is_capturing
 from te_fsdp.component import Component
+from te_fsdp.lifecycle import runs_if
 from te_fsdp.sharded_model import ShardedModel
 from te_fsdp.upstream import fsdp2_containers as _fsdp2_containers, fsdp2_units, torch_dtensor as _torch
 
@@ -189,8 +190,7 @@ class HostPace(Component):
         self._marks.append(_Mark(clock.now(), before, event, behind))
 
 
+@runs_if("is_timed")
 def measure_host_pace(setup: Setup) -> None:
     """Measure once whether the host sets the pace of training, on GPUs and unless checks are off. Local operation."""
-    state = setup.state
-    if state.meshes.device.type == "cuda" and state.checks.level != "off":
-        state.components.attach(HostPace(state, CudaClock()))
+    setup.state.components.attach(HostPace(setup.state, CudaClock()))

@@ -31,6 +31,7 @@ from te_fsdp.errors import OrderError, shorten
 from te_fsdp.features.hfsdp.gradients import apply_deferred_grad_scale
 from te_fsdp.features.unreduced_gradients import UnreducedGradients
 from te_fsdp.layout import REPLICATED
+from te_fsdp.lifecycle import runs_if
 from te_fsdp.mesh import Meshes
 from te_fsdp.replicated_params import (
     Bucket,
@@ -454,14 +455,13 @@ class ReplicatedGradients(Component):
         return local
 
 
+@runs_if("replicated")
 def reduce_replicated_gradients(setup: Setup) -> None:
     """Reduce the gradients of the model's replicated parameters, and log which they are.
 
     Collective over the world if FSDP2 manages other parameters: it creates process groups.
     """
-    plan, state, replicated = setup.plan, setup.state, setup.plan.replicated
-    if not replicated:
-        return
+    plan, state, replicated = setup.plan, setup.state, setup.replicated
     if rank() == 0:
         parameters = [item.parameter for item in replicated]
         elements = sum(_torch.local_of(parameter).numel() for parameter in parameters)

@@ -103,12 +103,11 @@ def choose_communication(setup: Setup) -> None:
     plan, state, transport = setup.plan, setup.state, setup.plan.request.transport
     transports = UnitTransports(state.modules)
     state.components.attach(transports)
-    device, by_group = state.meshes.device, dict[str, _copy_engine.CopyEngineGathers | str]()
+    device, by_group = setup.device, dict[str, _copy_engine.CopyEngineGathers | str]()
     for name, unit in state.modules.items():
-        ranks = _fsdp2.all_gather_ranks(unit)
+        ranks = fsdp2_units.all_gather_ranks(unit)
         if ranks is None:
-            groups = fsdp2_units.fsdp_parameter_groups(unit)
-            why = "the shard group has one rank" if groups else "it has no sharded weights"
+            why = "the shard group has one rank" if setup.groups[name] else "it has no sharded weights"
             transports.by_unit[name] = Transport("none", why)
             continue
         why = _default_transport_reason(transport, device, state.units[name])
@@ -129,15 +128,18 @@ def choose_communication(setup: Setup) -> None:
                 continue
             why = gathers
         transports.by_unit[name] = Transport("nccl", why)
-    if transport != "nccl" and rank() == 0:  # a different transport was requested
-        # An explicit choice that cannot be followed is a warning. A default that adapts is not.
-        level = logging.INFO if transport == "auto" else logging.WARNING
+    # An explicit choice that cannot be followed is a warning. A default that adapts is not.
+    level = logging.INFO if transport == "auto" else logging.WARNING
+    is_adapted = transport != "nccl" and _log.isEnabledFor(level)  # a different transport was requested
+    if is_adapted and rank() == 0:
         for why in dict.fromkeys(t.why for t in transports.by_unit.values() if t.name == "nccl"):
             units = [name or "the root" for name, t in transports.by_unit.items() if t.why == why]
             _log.log(level, "transport=%r: nccl all-gathers %s, since %s", transport, shorten(units, 3), why)
     # Shards on the device have their memory already. For those on meta, `materialize` repeats the call.
     transports.after_materialize()
-    enable_zero_copy_reduce_scatter(state, plan.mp_policy, plan.request.zero_copy_gradients)
+    option = plan.request.zero_copy_gradients
+    if option is True or (option and any(t.gathers is not None for t in transports.by_unit.values())):
+        enable_zero_copy_reduce_scatter(state, plan.mp_policy, option)
     _log.debug("fully_shard: %d units over %s", len(plan.units), plan.meshes)
 
 
@@ -162,8 +164,6 @@ def enable_zero_copy_reduce_scatter(state: ShardedModel, policy: Fsdp2Policy, op
     FSDP2 has just sharded the model, and its transports are chosen. ``policy`` is FSDP2's, for models without a
     precision policy. ``option`` is the argument ``zero_copy_gradients`` of ``fully_shard``.
     """
-    if not option:
-        return
     transports = transports_of(state)
     comm, precision = state.sync.comm or GradComm(), state.precision
     labels = {id(parameter): label for label, parameter in state.parameters().items()}

@@ -297,8 +297,8 @@ def watch_unreduced_gradients(setup: Setup) -> None:
     state = setup.state
     marks = UnreducedGradients(state)
     state.components.attach(marks)
-    for name, unit in state.modules.items():
-        for group in fsdp2_units.fsdp_parameter_groups(unit):
+    for name, groups in setup.groups.items():
+        for group in groups:
             marks.groups.append(group)
             _fsdp2_patches.add_reduction_listener(
                 group, before=marks.before_reduction, ended=functools.partial(marks.after_backward, name)

@@ -14,6 +14,7 @@ from torch import nn
 from te_fsdp.apply_fully_shard import Setup
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout import expert_index
+from te_fsdp.lifecycle import runs_if
 from te_fsdp.plan import ModelPlan
 from te_fsdp.upstream import fsdp2_state as _fsdp2, fsdp2_units, te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.te_modules import keep_cast_weight
@@ -74,15 +75,13 @@ def refuse_fused(fused: list[nn.Module], plan: ModelPlan) -> None:
                 )
 
 
+@runs_if("fused")
 def fuse_wgrad(setup: Setup) -> None:
     """Let TE accumulate the weight gradients of the fused modules where FSDP2 expects them. Local operation."""
-    state = setup.state
-    if not setup.fused:
-        return
     holders: list[_Holder] = []
     records = {
         (id(owner), name): (managed, group)
-        for unit in state.modules.values()
+        for unit in setup.state.modules.values()
         for managed, group in _fsdp2.fsdp_params_of(unit)
         for owner, name in fsdp2_units.owners_of(managed)
     }

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
@@ -33,28 +32,25 @@ _CLOSED = (*TENSORLESS, type, nn.Module, Callable)
 _Records: TypeAlias = "dict[int, tuple[Any, dict[int, tuple[Any, Any]]]]"
 
 
-def pass_containers(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``_pre_forward`` so that the arguments that it returns contain the caller's lists and dicts."""
-
-    @functools.wraps(stock)
-    def pre_forward(state: Any, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        new_args, new_kwargs = stock(state, module, args, kwargs)
-        found: _Records = {}
-        state.containers.append(found)
-        state.returned_none = False
-        # Recomputes add no outputs.
-        if new_args is args and new_kwargs is kwargs and backward_id() != -1:
-            return new_args, new_kwargs
-        for place, value in enumerate(args):
-            if type(value) not in TENSORLESS and not isinstance(value, torch.Tensor):
-                merged = _merged(value, new_args[place], found)
-                new_args = (*new_args[:place], merged, *new_args[place + 1 :])
-        for name, value in kwargs.items():
-            if type(value) not in TENSORLESS and not isinstance(value, torch.Tensor):
-                new_kwargs[name] = _merged(value, new_kwargs[name], found)
+def pre_forward(
+    stock: Callable[..., Any], state: Any, module: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """Run ``_pre_forward``, and return arguments that contain the caller's lists and dicts."""
+    new_args, new_kwargs = stock(state, module, args, kwargs)
+    found: _Records = {}
+    state.containers.append(found)
+    state.returned_none = False
+    # Recomputes add no outputs.
+    if new_args is args and new_kwargs is kwargs and backward_id() != -1:
         return new_args, new_kwargs
-
-    return pre_forward
+    for place, value in enumerate(args):
+        if type(value) not in TENSORLESS and not isinstance(value, torch.Tensor):
+            merged = _merged(value, new_args[place], found)
+            new_args = (*new_args[:place], merged, *new_args[place + 1 :])
+    for name, value in kwargs.items():
+        if type(value) not in TENSORLESS and not isinstance(value, torch.Tensor):
+            new_kwargs[name] = _merged(value, new_kwargs[name], found)
+    return new_args, new_kwargs
 
 
 def _merged(old: Any, new: Any, found: _Records) -> Any:
@@ -83,19 +79,12 @@ def _merged(old: Any, new: Any, found: _Records) -> Any:
     return new
 
 
-def restore_containers(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``_post_forward`` so that it restores the caller's items. Items that forward added stay."""
-
-    @functools.wraps(stock)
-    def post_forward(state: Any, module: nn.Module, args: Any, output: Any) -> Any:
-        found, state.returned_none = state.containers.pop() if state.containers else None, output is None
-        if found and (added := _restored(found)) and torch.is_grad_enabled() and backward_id() == -1:
-            state._register_pre_backward_hook(
-                [tensor for tensor in tensors_in(added) if tensor.requires_grad]
-            )
-        return stock(state, module, args, output)
-
-    return post_forward
+def post_forward(stock: Callable[..., Any], state: Any, module: nn.Module, args: Any, output: Any) -> Any:
+    """Run ``_post_forward``, and restore the caller's items before. Items that forward added stay."""
+    found, state.returned_none = state.containers.pop() if state.containers else None, output is None
+    if found and (added := _restored(found)) and torch.is_grad_enabled() and backward_id() == -1:
+        state._register_pre_backward_hook([tensor for tensor in tensors_in(added) if tensor.requires_grad])
+    return stock(state, module, args, output)
 
 
 def restore_after_exception(unit: nn.Module) -> bool:

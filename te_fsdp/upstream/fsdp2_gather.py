@@ -25,7 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 from te_fsdp.upstream.fsdp2_hooks import current_stream, on_stream, profiler_range
 from te_fsdp.upstream.fsdp2_settled import pass_of, sent_tensors, wait_before_gathers
-from te_fsdp.upstream.fsdp2_units import record_of_group
+from te_fsdp.upstream.fsdp2_units import GROUP
 
 #: The function of torch 2.15 that copies out of an all-gather; ``None`` before.
 _STOCK_COPY_OUT = getattr(_fsdp_collectives, "_default_all_gather_output_fn", None)
@@ -87,7 +87,7 @@ def repeat_gathers(group: Any) -> None:
 
     Call this after :func:`te_fsdp.upstream.fsdp2_settled.shorten_fsdp_calls`.
     """
-    if group.mesh_info.shard_mesh_size == 1 or record_of_group(group).replay is None:
+    if group.mesh_info.shard_mesh_size == 1 or group.__dict__[GROUP].replay is None:
         return
     group.unshard = functools.partial(_unshard, group, group.unshard, {})
     group.wait_for_unshard = functools.partial(_wait_for_unshard, group, group.wait_for_unshard)

@@ -28,9 +28,9 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common
 from torch.profiler import record_function
 
-from te_fsdp.upstream.fsdp2_containers import TENSORLESS, pass_containers, restore_containers
+from te_fsdp.upstream.fsdp2_containers import TENSORLESS, post_forward, pre_forward
 from te_fsdp.upstream.fsdp2_reduce import copy_in
-from te_fsdp.upstream.fsdp2_units import GROUP, fsdp_parameter_groups, record_of_group
+from te_fsdp.upstream.fsdp2_units import GROUP, record_of_group
 from te_fsdp.upstream.torch_autograd import function_transform
 from te_fsdp.upstream.torch_dtensor import backward_id
 
@@ -92,7 +92,7 @@ def _substitute(stock: Any, names: Mapping[str, Any]) -> Any:
     return functools.update_wrapper(function, stock)
 
 
-def shorten_hooks(unit: nn.Module) -> None:
+def shorten_hooks(unit: nn.Module, groups: list[Any]) -> None:
     """Replace FSDP2's hooks of a unit by shorter ones. Call this before other replacements. Local operation."""
     state: Any = unit._get_fsdp_state()  # type: ignore[operator]
     state.containers, state.returned_none = [], False  # [Note: containers of a caller]
@@ -108,7 +108,7 @@ def shorten_hooks(unit: nn.Module) -> None:
             setattr(state, name, hook)  # ``register_fsdp_forward_method`` calls it too
             registered[key] = hook
     _replace(state, "_pre_backward")
-    for group in fsdp_parameter_groups(unit):
+    for group in groups:
         for name in ("pre_forward", "post_forward", "pre_backward", "post_backward"):
             _replace(group, name)
         stock = group._register_post_backward_hook
@@ -125,8 +125,8 @@ def _shortened(hook: Any) -> Any:
     inner, names = getattr(hook, "__wrapped__", None), hook.__code__.co_names
     is_disabled = inner is not None and "_dynamo" in names and "disable" in names
     stock = _substitute(inner if is_disabled else hook, _substitutes())
-    if around := {"_pre_forward": pass_containers, "_post_forward": restore_containers}.get(hook.__name__):
-        stock = around(stock)
+    if around := {"_pre_forward": pre_forward, "_post_forward": post_forward}.get(hook.__name__):
+        stock = functools.partial(around, stock)
     return torch._dynamo.disable(stock, recursive=True) if is_disabled else stock
 
 

@@ -13,7 +13,7 @@ import copy
 import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ def add_reduction_listener(
     The function added last is called first before a reduction, and last after it. ``ended`` is also called after
     backwards that do not reduce.
     """
-    record = _units.record_of_group(group)
+    record = group.__dict__.get(_units.GROUP) or _units.record_of_group(group)
     if record.listeners is None:
         # One wrapper for all listeners: each further one would cost Python calls in every backward.
         record.listeners = [], [], []
@@ -190,17 +190,21 @@ def has_all_gather_hooks(parameter: torch.Tensor) -> bool:
     return hasattr(local_of(parameter), "fsdp_pre_all_gather")
 
 
-def record_shard_meshes(unit: nn.Module) -> None:
-    """Cache the mesh that FSDP2 passes to all-gather hooks of a unit (``FSDPParam.shard_mesh``). Local operation."""
-    # Until torch 2.12 it is a property that slices the mesh of HSDP in every all-gather of every quantized
-    # weight. This takes a tenth of the host time of a step. Later versions cache it in `_shard_mesh`, as
-    # this does.
-    for managed in _units.managed_fsdp_params(unit):
+def adapt_records(group: Any, quantizable: Collection[tuple[int, str]]) -> None:
+    """Adapt a group's records to weights that are or will be quantized: ``id`` of a module and name. Local operation.
+
+    No high-precision copies (:func:`disable_flat_shard`), and a cached ``FSDPParam.shard_mesh`` for all-gather hooks.
+    """
+    for managed in group.fsdp_params:
+        if quantizable and any((id(o), name) in quantizable for o, name in _units.owners_of(managed)):
+            disable_flat_shard(managed)
+        # Until torch 2.12 it is a property that slices the mesh of HSDP in every all-gather of every quantized
+        # weight. This takes a tenth of the host time of a step. Later versions cache it in `_shard_mesh`, as
+        # this does.
         is_property = isinstance(getattr(type(managed), "shard_mesh", None), property)
-        if hasattr(managed, "_shard_mesh") or not is_property:
-            continue
-        managed._shard_mesh = managed.shard_mesh
-        _units.replace_property(managed, "shard_mesh", _kept_shard_mesh)
+        if is_property and not hasattr(managed, "_shard_mesh"):
+            managed._shard_mesh = managed.shard_mesh
+            _units.replace_property(managed, "shard_mesh", _kept_shard_mesh)
 
 
 #: Reads the cached mesh without a Python call.
@@ -210,12 +214,12 @@ _kept_shard_mesh = operator.attrgetter("_shard_mesh")
 # --- shard groups of one rank
 
 
-def alias_single_rank_shards(unit: nn.Module) -> None:
+def alias_single_rank_shards(group: Any) -> None:
     """Let unsharded parameters use the memory of single-rank shards, and pass gradients on. Local operation.
 
     Values cast to ``param_dtype``, on the host, or in a part of a storage are left to FSDP2. So are
     all-reduces over ``dp_replicate`` (HSDP) and user-defined all-reduce hooks. Call this before other
-    listeners of the unit's reductions are added, because it must run right before FSDP2.
+    listeners of the group's reductions are added, because it must run right before FSDP2.
     """
     # Over a shard axis of size 1 FSDP2 copies each shard in every all-gather and stores both copies
     # (``FSDPParamGroup.wait_for_unshard``). Here ``FSDPParam.all_gather_outputs`` is the shard's memory.
@@ -223,14 +227,13 @@ def alias_single_rank_shards(unit: nn.Module) -> None:
     # (``quantized/fsdp_hooks.py``). FSDP2 also copies gradients into the input of a reduction and from there
     # to its output (``foreach_reduce``). Here they are passed on first, so FSDP2 finds none. Only gradients
     # that must be cast, divided or accumulated are written.
-    for group in _units.fsdp_parameter_groups(unit):
-        if group.mesh_info.shard_mesh_size > 1:
-            continue
-        for managed in group.fsdp_params:
-            stock = managed.init_all_gather_outputs
-            managed.init_all_gather_outputs = functools.partial(_init_outputs, managed, stock)
-        if not hasattr(group.mesh_info, "replicate_mesh_size"):
-            add_reduction_listener(group, before=_reduce_single_rank)
+    if group.mesh_info.shard_mesh_size > 1:
+        return
+    for managed in group.fsdp_params:
+        stock = managed.init_all_gather_outputs
+        managed.init_all_gather_outputs = functools.partial(_init_outputs, managed, stock)
+    if not hasattr(group.mesh_info, "replicate_mesh_size"):
+        add_reduction_listener(group, before=_reduce_single_rank)
 
 
 def _init_outputs(
@@ -399,9 +402,9 @@ def wrap_apply(module: nn.Module, call: Callable[..., Any]) -> None:
 
     It gets the replaced method, then its arguments. A call on a module that contains this one calls it, too.
     """
-    module._apply = functools.partial(call, module._apply)  # type: ignore[method-assign]
+    module.__dict__["_apply"] = functools.partial(call, module._apply)
 
 
 def replace_zero_grad(model: nn.Module, zero_grad: Callable[..., None]) -> None:
     """Replace ``zero_grad`` of one model."""
-    model.zero_grad = zero_grad  # type: ignore[method-assign]
+    model.__dict__["zero_grad"] = zero_grad

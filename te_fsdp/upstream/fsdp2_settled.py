@@ -150,13 +150,13 @@ def shorten_fsdp_calls(group: Any, replay: Callable[..., Any]) -> None:
     ``replay`` returns the result of a quantized shard's all-gather hook without device work, or ``None`` to call it.
     Call this before other replacements of a group's ``unshard`` and ``wait_for_unshard``.
     """
+    record = record_of_group(group)
     # torch 2.15 lets a shard free the all-gather outputs after each gather. No class of TE 2.20 does, and no shortcut
     # would free them.
     frees = operator.attrgetter("_release_all_gather_outputs_after_post_all_gather")
     if hasattr(group, "_all_gather_output_fn") and any(map(frees, group.fsdp_params)):  # torch 2.15
         return
     # Records get a subclass because properties cannot be replaced on an object.
-    record = record_of_group(group)
     record.replay, record.one = replay, OneGradient()
     for managed in group.fsdp_params:
         managed.__class__ = _with_shortcuts(type(managed), managed.is_dtensor)

@@ -303,14 +303,6 @@ def wait_for_reductions(root: nn.Module) -> None:
 # --- gathers
 
 
-def all_gather_ranks(unit: torch.nn.Module) -> torch.distributed.ProcessGroup | None:
-    """Return the process group of a unit's all-gathers; ``None`` for a single rank or a unit without weights."""
-    for group in fsdp_parameter_groups(unit):
-        if group.mesh_info.shard_mesh_size > 1:
-            return group.mesh_info.shard_process_group
-    return None
-
-
 def allow_recompute(unit: nn.Module) -> None:
     """Let FSDP2 handle a recomputed forward that runs after this unit's own backward. Local operation."""
     # A reentrant checkpoint runs forward and backward of each use of a unit in turn. FSDP2 leaves the unit's

@@ -192,6 +192,14 @@ def fsdp_parameter_groups(module: nn.Module) -> list[Any]:
     return list(groups)
 
 
+def all_gather_ranks(unit: nn.Module) -> torch.distributed.ProcessGroup | None:
+    """Return the process group of a unit's all-gathers; ``None`` for a single rank or a unit without weights."""
+    for group in fsdp_parameter_groups(unit):
+        if group.mesh_info.shard_mesh_size > 1:
+            return group.mesh_info.shard_process_group
+    return None
+
+
 def managed_fsdp_params(unit: nn.Module) -> list[Any]:
     """Return FSDP2's records (``FSDPParam``) of the parameters that an FSDP module all-gathers."""
     return [managed for group in fsdp_parameter_groups(unit) for managed in group.fsdp_params]

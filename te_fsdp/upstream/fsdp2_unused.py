@@ -16,7 +16,7 @@ from te_fsdp.upstream.fsdp2_gradients import unreduced_gradients_of
 from te_fsdp.upstream.fsdp2_hooks import current_stream
 from te_fsdp.upstream.fsdp2_patches import add_reduction_listener
 from te_fsdp.upstream.fsdp2_reduce import ReducedRecord
-from te_fsdp.upstream.fsdp2_units import GROUP, record_of, record_of_group, replace_property
+from te_fsdp.upstream.fsdp2_units import GROUP, record_of, replace_property
 from te_fsdp.upstream.torch_autograd import resume_accumulation_hooks, suspend_accumulation_hooks
 from te_fsdp.upstream.torch_dtensor import zero_gradient
 
@@ -29,10 +29,10 @@ def complete_gradients(group: Any) -> None:
     # It replaces FSDP2's ``set_reduce_scatter_unused_params``, which torch 2.11 does not have.
     info = group.mesh_info
     is_alone = info.shard_mesh_size == 1 and not hasattr(info, "replicate_mesh_size")
-    add_reduction_listener(group, before=functools.partial(_complete, not is_alone))
     if not is_alone:
-        flags = record_of_group(group).flags = UseFlags()
+        flags = group.__dict__[GROUP].flags = UseFlags()
         group.finalize_backward = functools.partial(_finalize, group, flags, group.finalize_backward)
+    add_reduction_listener(group, before=functools.partial(_complete, not is_alone))
 
 
 def _finalize(group: Any, flags: UseFlags, stock: Any, *args: Any) -> None:

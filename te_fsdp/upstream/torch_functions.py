@@ -212,7 +212,7 @@ class _BackwardHooks(OrderedDict[int, Any]):
 def before_graphed_callables(module: nn.Module, call: Callable[[], None]) -> None:
     """Call a function in ``make_graphed_callables`` of torch or TransformerEngine for this module."""
     # Both first check that ``len(module._backward_hooks)`` is 0. Calls of the module use ``bool`` instead.
-    module._backward_hooks = _BackwardHooks(module._backward_hooks, call)
+    module.__dict__["_backward_hooks"] = _BackwardHooks(module._backward_hooks, call)
 
 
 # [Note: GradScaler over several meshes] The scaler passes all gradients of a dtype to one operator, which

@@ -1,11 +1,16 @@
-"""Check that the core works without te_fsdp.checks."""
+"""Check that setup runs only functions that a model needs, and that the core works without te_fsdp.checks."""
 
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from te_fsdp.apply_fully_shard import Setup, start_checks
+from te_fsdp.check_points import CheckPoints
+from te_fsdp.lifecycle import runs_if
 from tests.unit.commands import run_text
 
 PROGRAM = """
@@ -30,3 +35,28 @@ dist.destroy_process_group()
 def test_checks_off_does_not_import_checks(level, loaded):
     done = run_text(sys.executable, PROGRAM, level)
     assert (done.stdout.strip() != "[]") == loaded, done.stdout
+
+
+def test_setup_skips_functions_whose_condition_is_false():
+    ran = []
+    needed, unneeded = (
+        runs_if(name)(lambda setup, name=name: ran.append(name)) for name in ("fused", "axes")
+    )
+    Setup.run(SimpleNamespace(fused=[1], axes=set()), (unneeded, needed, lambda setup: ran.append("always")))
+    assert ran == ["fused", "always"]
+
+
+@pytest.mark.parametrize(
+    ("axes", "expected"),
+    [({"tp"}, "tp cp,tp local"), ({"cp"}, "cp,tp local"), (set(), "local")],
+    ids=["tp", "cp", "none"],
+)
+def test_checks_over_axes_of_one_rank_do_not_start(axes, expected):
+    ran = []
+    over = {name: lambda state, name=name: ran.append(name) for name in ("tp", "cp,tp", "ep", "local")}
+    points = CheckPoints(
+        axes={over[name]: name.split(",") for name in ("tp", "cp,tp", "ep")}, sharded=tuple(over.values())
+    )
+    state = SimpleNamespace(model=torch.nn.Linear(1, 1), checks=points)
+    start_checks(SimpleNamespace(axes=set(axes), state=state))
+    assert ran == expected.split()

@@ -19,7 +19,7 @@ from te_fsdp.errors import OrderError
 from te_fsdp.features.hfsdp.optimizer_shards import OUTER, MainParameter, group_by_key
 from te_fsdp.features.hfsdp.overlap import EarlyAverages, GradientAveraging
 from te_fsdp.features.unreadable_gradients import UnreadableShard, reads_values, tensor_arguments
-from te_fsdp.lifecycle import broadcast_tp_gradients, gradient_of, gradients_of
+from te_fsdp.lifecycle import broadcast_tp_gradients, gradient_of, gradients_of, runs_if
 from te_fsdp.records import PARAMETER, get_or_create_record, get_record, label_of, plan_of
 from te_fsdp.sharded_model import ShardedModel, sharded_model_of
 from te_fsdp.tensor_version import TensorVersion
@@ -342,16 +342,14 @@ def apply_deferred_grad_scale(parameter: torch.Tensor, gradient: torch.Tensor | 
         local.copy_(torch.where(local == 0, local, local * factor))  # zeros stay zero for any factor
 
 
+@runs_if("is_hfsdp")
 def hide_unaveraged_grads(setup: Setup) -> None:
     """Hide the gradients that FSDP2 reduces for a model with ``outer_strategy="optim"``. Local operation."""
-    state = setup.state
-    if state.outer != "optim":
-        return
-    component = ShardedOptimizer(state)
+    component = ShardedOptimizer(setup.state)
     # Their averages may begin right after a reduction ([Note: early averages]).
-    for name, unit in state.modules.items() if state.meshes.size(OUTER) > 1 else ():
+    for name, groups in setup.groups.items() if OUTER in setup.axes else ():
         # Every backward reduces each parameter group of its tree at least once, even if it did not use the group.
-        for number, group in enumerate(fsdp2_units.fsdp_parameter_groups(unit)):
+        for number, group in enumerate(groups):
             after = functools.partial(component.after_reduction, name, number)
             _fsdp2_patches.add_reduction_listener(group, before=component.before_reduction, after=after)
 
