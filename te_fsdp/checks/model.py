@@ -52,19 +52,20 @@ def compare_models(plan: ModelPlan) -> None:
     """Raise on all ranks unless all have built the same model: names, tp-local shapes, dtypes, devices, settings.
 
     Expert modules are compared over the ranks that have the same experts. Settings are those whose differences a
-    checkpoint refuses, of modules that all ranks have. Collective over the world: three max all-reduces of a few
-    integers per axis, and gathers of the descriptions if they differ.
+    checkpoint refuses, of modules that all ranks have. Collective over the world: two max all-reduces of a few
+    integers per axis, one more with ``ep``, and gathers of the descriptions if they differ.
     """
     # Ranks with different models, or with different units, would wait for each other in collectives that
     # never match.
     model, meshes, world, arguments = plan.model, plan.meshes, plan.meshes.device_mesh, plan.settings()
+    tp = meshes.tp_or_none
     described: dict[bool, dict[str, str]] = {False: {}, True: {}}
     for label, module, name, p in iter_param_owners(model):
         row = plan.parameters[id(module), name]
         kind = f"{tuple(p.shape)} in {p.dtype}{'' if p.requires_grad else ', frozen'}{', on meta' if p.is_meta else ''}"
         if (quantizer := _te.weight_quantizer(module, name)) is not None:
             kind += f", for {type(quantizer).__name__}"
-        rule = row.rule if meshes.tp_or_none is not None else None
+        rule = row.rule if tp is not None else None
         if rule is not None and (rule.partial_grad or rule.shard_dim is not None):
             kind += f", {'a sum' if rule.partial_grad else f'Shard({rule.shard_dim})'} over tp"
         # A DTensor's shape is that of all experts, the same on all ranks.
@@ -75,13 +76,12 @@ def compare_models(plan: ModelPlan) -> None:
         for setting, value in [("class", module.kind), *module.settings.items()]
         if SETTINGS.get(setting, Setting("error")).effect == "error"
     }
-    rows = [repr(described[False]), arguments, repr(settings)]
-    same = are_equal(list(map(digest, rows)), world, device=meshes.device)
+    rows = [digest(row) for row in (repr(described[False]), arguments, repr(settings), repr(described[True]))]
+    same = are_equal(rows if meshes.expert_mesh is None else rows[:3], world, device=meshes.device)
     # Experts differ over ep, so each is compared over the axes that replicate it.
-    mesh = meshes.expert_mesh or world
-    of_experts = [digest(repr(described[True]))]
-    same_experts = are_equal(of_experts, mesh, device=meshes.device, leave_out=("ep",))
-    differs = (~torch.cat([same, same_experts])).long()
+    if (mesh := meshes.expert_mesh) is not None:
+        same = torch.cat([same, are_equal(rows[3:], mesh, device=meshes.device, leave_out=("ep",))])
+    differs = (~same).long()
     # So that all ranks raise if the ranks of one expert detect a difference.
     maximum(differs, world)
     models, others, options, experts_of_one = differs.tolist()
@@ -146,6 +146,8 @@ def _require_equal(
         if not local.is_meta:
             replicated = plan.rule is None or plan.rule.shard_dim is None
             checksums[plan.experts].append((label, checksum(local), replicated))
+    if affected is None and not any(checksums.values()):  # on meta, on all ranks
+        return
     with raised_on_all_ranks(affected, where):
         bad = _differing(checksums[False], meshes.device_mesh)
         bad += _differing(checksums[True], meshes.expert_mesh or meshes.device_mesh)
@@ -196,11 +198,11 @@ def watch_model(state: ShardedModel) -> None:
         unit.__dict__["__deepcopy__"] = functools.partial(_refuse_use, label, "deepcopy")
         unit.__dict__["__reduce_ex__"] = functools.partial(_refuse_use, label, "pickle")
         before_graphed_callables(unit, functools.partial(_refuse_use, label, "graphs"))
+    before_reparametrization(_refuse_reparametrization)
     for name, unit in state.modules.items():
         # Before the all-gather of backward, so that no rank waits for one that has raised.
         for group in fsdp_parameter_groups(unit):
             call_before(group, "pre_backward", functools.partial(refuse_second_derivatives, name))
-    before_reparametrization(_refuse_reparametrization)
 
 
 def _refuse_use(label: str, use: str, *_: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Check that setup runs only functions that a model needs, and that the core works without te_fsdp.checks."""
+"""Check that fully_shard runs no setup function or check that a model does not need."""
 
 from __future__ import annotations
 
