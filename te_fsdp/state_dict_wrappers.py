@@ -19,7 +19,8 @@ from te_fsdp.upstream.patches import Replacements, wrapping
 
 
 @wrapping
-def _place_states(full: dict[str, Any], local: dict[str, Any], *args: Any, stock: Any, **kwargs: Any) -> None:
+def place_states(full: dict[str, Any], local: dict[str, Any], *args: Any, stock: Any, **kwargs: Any) -> None:
+    """Distribute full tensors into a state dict, with stacked rows in order. Local operation."""
     targets = {key: local.get(key) for key, value in full.items() if torch.is_tensor(value)}
     for key, target in targets.items():
         require_same_form(key, full[key].dtype, target)
@@ -40,7 +41,8 @@ def _place_states(full: dict[str, Any], local: dict[str, Any], *args: Any, stock
 
 
 @wrapping
-def _place_pairs(local_state_dict: dict[str, Any], keys: Any, *args: Any, stock: Any, **kwargs: Any) -> None:
+def place_pairs(local_state_dict: dict[str, Any], keys: Any, *args: Any, stock: Any, **kwargs: Any) -> None:
+    """Distribute broadcast tensors into a state dict, with stacked rows in order. Local operation."""
     for key in keys:
         pair = local_state_dict.get(key)
         if isinstance(pair, tuple):
@@ -51,9 +53,10 @@ def _place_pairs(local_state_dict: dict[str, Any], keys: Any, *args: Any, stock:
 
 
 @wrapping
-def _local_load_plan(
+def local_load_plan(
     state_dict: dict[str, Any], metadata: Any, *args: Any, stock: Any, **kwargs: Any
 ) -> LoadPlan:
+    """Plan a load; raise CheckpointError for main weights in another form, or missing shards. Local operation."""
     for key, stored in metadata.state_dict_metadata.items():
         if (properties := getattr(stored, "properties", None)) is not None:
             require_same_form(key, properties.dtype, state_dict.get(key))
@@ -87,9 +90,10 @@ def _require_all_elements(state_dict: dict[str, Any], plan: LoadPlan) -> None:
 
 
 @wrapping
-def _split_pieces(
+def split_pieces(
     self: Any, storage_plan: dict[str, int] | None, items: Any, *, stock: Any
 ) -> dict[int, list[Any]]:
+    """Split the pieces of tensors over files so that no file has two of one tensor. Local operation."""
     # A file of safetensors has one tensor of a name, and torch would drop all pieces but the last one.
     last, files = max(storage_plan.values()) if storage_plan else 1, dict[int, list[Any]]()
     for number, bucket in stock(self, storage_plan, items).items():
@@ -114,7 +118,7 @@ def require_same_form(key: str, saved: torch.dtype, target: Any) -> None:
 
 
 @wrapping
-def _refuse_order_of_ranks(self: DTensor, *args: Any, stock: Any, **kwargs: Any) -> Any:
+def refuse_order_of_ranks(self: DTensor, *args: Any, stock: Any, **kwargs: Any) -> Any:
     """Refuse a method that would take the rows of a stacked tensor, which ``torch.load`` has read, for ordered ones."""
     if self.__dict__.get(_torch.BOXES) is True:
         raise CheckpointError(
@@ -129,10 +133,10 @@ def _refuse_order_of_ranks(self: DTensor, *args: Any, stock: Any, **kwargs: Any)
 
 # torch computes one rectangle from the placements. Tensors without a mapping take torch's own way.
 PATCHES: Replacements = (
-    (_state_dict_utils, "_distribute_tensors", _place_pairs),
-    (state_dict, "_distribute_state_dict", _place_states),
-    (DTensor, "full_tensor", _refuse_order_of_ranks),
-    (DTensor, "__create_write_items__", _refuse_order_of_ranks),
-    (default_planner, "create_default_local_load_plan", _local_load_plan),
-    (hf_storage.HuggingFaceStorageWriter, "_split_by_storage_plan", _split_pieces),
+    (_state_dict_utils, "_distribute_tensors", place_pairs),
+    (state_dict, "_distribute_state_dict", place_states),
+    (DTensor, "full_tensor", refuse_order_of_ranks),
+    (DTensor, "__create_write_items__", refuse_order_of_ranks),
+    (default_planner, "create_default_local_load_plan", local_load_plan),
+    (hf_storage.HuggingFaceStorageWriter, "_split_by_storage_plan", split_pieces),
 )

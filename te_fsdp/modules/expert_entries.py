@@ -91,7 +91,8 @@ def mark_entries(module: torch.nn.Module, destination: dict[str, Any], prefix: s
 
 
 @wrapping
-def _optimizer_states(model: torch.nn.Module, *args: Any, stock: Any, **kwargs: Any) -> dict[str, Any]:
+def marked_optimizer_states(model: torch.nn.Module, *args: Any, stock: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return an optimizer's state dict with marked states of experts. Collective as :func:`with_all_experts`."""
     states_of = with_all_experts(stock, model, *args, **kwargs)
     for path, module in model.named_modules():
         for name, mark in marks_of(module).items():
@@ -107,7 +108,8 @@ def _optimizer_states(model: torch.nn.Module, *args: Any, stock: Any, **kwargs: 
 
 
 @wrapping
-def _load_model_state(model: torch.nn.Module, state_dict: dict[str, Any], info: Any, *, stock: Any) -> Any:
+def load_model_state(model: torch.nn.Module, state_dict: dict[str, Any], info: Any, *, stock: Any) -> Any:
+    """Load a model's state dict, with experts in either form. Collective with ``broadcast_from_rank0``."""
     # Ranks make tensors of the sizes that rank 0 broadcasts.
     states_of = {key: plain_entry(value) for key, value in _in_model_form(model, state_dict).items()}
     if info.broadcast_from_rank0:
@@ -121,19 +123,22 @@ def _load_model_state(model: torch.nn.Module, state_dict: dict[str, Any], info: 
 
 
 @wrapping
-def _model_state(model: torch.nn.Module, *args: Any, stock: Any) -> dict[str, Any]:
+def model_state(model: torch.nn.Module, *args: Any, stock: Any) -> dict[str, Any]:
+    """Return a model's state dict with all experts and the newest amaxes. Collective for an unsharded one."""
     return full_model_state(functools.partial(with_all_experts, stock), model, *args)
 
 
 @wrapping
-def _load_optimizer_states(
+def load_states_of_experts(
     model: torch.nn.Module, optimizers: Any, state_dict: Any, info: Any, *, stock: Any
 ) -> None:
+    """Load an optimizer's state dict, with experts in either form. Collective with ``broadcast_from_rank0``."""
     load_optimizer_states(stock, _in_model_form, model, optimizers, state_dict, info)
 
 
 @wrapping
-def _load_plan(self: Any, *, stock: Any) -> Any:
+def create_local_plan(self: Any, *, stock: Any) -> Any:
+    """Plan a load of experts from the form that the checkpoint has. Local operation."""
     _refuse_padded(self)
     refuse_missing_states(self)
     _place_entries(self)
@@ -433,10 +438,10 @@ class _Fit:
 
 #: torch marks optimizer states of experts, and loads either form.
 PATCHES: Replacements = (
-    (_state_dict, "_get_optim_state_dict", _optimizer_states),
-    (_state_dict, "_get_model_state_dict", _model_state),
-    (_state_dict, "_load_model_state_dict", _load_model_state),
-    (_state_dict, "_load_optim_state_dict", _load_optimizer_states),
+    (_state_dict, "_get_optim_state_dict", marked_optimizer_states),
+    (_state_dict, "_get_model_state_dict", model_state),
+    (_state_dict, "_load_model_state_dict", load_model_state),
+    (_state_dict, "_load_optim_state_dict", load_states_of_experts),
     (_state_dict, "_init_optim_state", _wrap_state_initialization),
-    (DefaultLoadPlanner, "create_local_plan", _load_plan),
+    (DefaultLoadPlanner, "create_local_plan", create_local_plan),
 )

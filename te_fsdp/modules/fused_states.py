@@ -35,7 +35,8 @@ def _initializing(stock: Callable[..., None]) -> Callable[..., None]:
 
 
 @wrapping
-def _state_dict(self: Any, *args: Any, stock: Callable[..., dict[str, Any]], **kwargs: Any) -> dict[str, Any]:
+def state_dict(self: Any, *args: Any, stock: Callable[..., dict[str, Any]], **kwargs: Any) -> dict[str, Any]:
+    """Return FusedAdam's state dict with tensors in the class of their parameters. Local operation."""
     result = stock(self, *args, **kwargs)
     # The keys of a state dict number the parameters in the order of the groups.
     keys = chain.from_iterable(group["params"] for group in result["param_groups"])
@@ -52,13 +53,14 @@ def _state_dict(self: Any, *args: Any, stock: Callable[..., dict[str, Any]], **k
 
 
 @wrapping
-def _load_state_dict(self: Any, state_dict: dict[str, Any], *, stock: Callable[..., None]) -> None:
+def load_state_dict(self: Any, state_dict: dict[str, Any], *, stock: Callable[..., None]) -> None:
+    """Load a copy of a state dict, because FusedAdam changes its argument. Collective as torch's method is."""
     stock(self, with_own_states(state_dict))
 
 
 #: The methods of ``FusedAdam`` that create or load state tensors
 PATCHES: Replacements = (
     (None, "states", _initializing),
-    (None, "states of dicts", _state_dict),
-    (None, "loads of dicts", _load_state_dict),
+    (None, "states of dicts", state_dict),
+    (None, "loads of dicts", load_state_dict),
 )

@@ -49,14 +49,14 @@ def maxima(by_rank: Iterable[Amaxes]) -> Amaxes:
 
 
 @wrapping
-def _local_plan(self: Any, *, stock: Any) -> Any:
+def create_local_plan(self: Any, *, stock: Any) -> Any:
     """Call ``create_local_plan`` of a save planner. The coordinator also gets the amaxes of a cached plan."""
     plan, amaxes = stock(self), newest_amaxes(self.state_dict)
     return replace(plan, planner_data=PlanData.join(plan.planner_data, amaxes)) if amaxes else plan
 
 
 @wrapping
-def _global_plan(self: Any, all_plans: Any, *, stock: Any) -> Any:
+def create_global_plan(self: Any, all_plans: Any, *, stock: Any) -> Any:
     """Call ``create_global_plan`` of a save planner, which runs on the coordinator only."""
     amaxes = maxima(getattr(plan.planner_data, "amaxes", {}) for plan in all_plans)
     plans, metadata = stock(self, all_plans)
@@ -66,7 +66,7 @@ def _global_plan(self: Any, all_plans: Any, *, stock: Any) -> Any:
 
 
 @wrapping
-def _final_plan(self: Any, new_plan: Any, *, stock: Any) -> Any:
+def finish_plan(self: Any, new_plan: Any, *, stock: Any) -> Any:
     """Call ``finish_plan`` of a save planner: the rank that writes an entry writes it with the maxima."""
     amaxes = getattr(new_plan.planner_data, "amaxes", {})
     self.state_dict = _with_maxima(self.state_dict, amaxes) if amaxes else self.state_dict
@@ -108,7 +108,7 @@ def _with_maxima(state: dict[str, Any], amaxes: Amaxes) -> dict[str, Any]:
 
 
 PATCHES: Replacements = (
-    (DefaultSavePlanner, "create_local_plan", _local_plan),
-    (DefaultSavePlanner, "create_global_plan", _global_plan),
-    (DefaultSavePlanner, "finish_plan", _final_plan),
+    (DefaultSavePlanner, "create_local_plan", create_local_plan),
+    (DefaultSavePlanner, "create_global_plan", create_global_plan),
+    (DefaultSavePlanner, "finish_plan", finish_plan),
 )

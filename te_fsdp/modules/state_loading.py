@@ -86,7 +86,7 @@ def entries_of_second_names(model: nn.Module) -> dict[str, None]:
 
 
 @wrapping
-def _resharded(model: nn.Module, *args: Any, stock: Any, **kwargs: Any) -> Any:
+def verify_resharded(model: nn.Module, *args: Any, stock: Any, **kwargs: Any) -> Any:
     """Call torch's function that maps a model's parameters to FQNs, which it then uses for the optimizer's parameters.
 
     It needs the sharded parameters, because the optimizer has those.
@@ -96,7 +96,7 @@ def _resharded(model: nn.Module, *args: Any, stock: Any, **kwargs: Any) -> Any:
 
 
 @wrapping
-def _verify_on_all_ranks(model_state: Any, optimizer_state: Any, info: Any, *, stock: Any) -> None:
+def verify_on_all_ranks(model_state: Any, optimizer_state: Any, info: Any, *, stock: Any) -> None:
     """Call torch's check of the arguments of ``set_state_dict``, which is wrong if ranks other than 0 pass ``{}``.
 
     It raises on these ranks alone, or lets them omit the model with ``broadcast_from_rank0``: the others wait.
@@ -268,7 +268,8 @@ def with_own_states(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 @wrapping
-def _load_states(self: Optimizer, state_dict: dict[str, Any], *, stock: Any) -> None:
+def load_states(self: Optimizer, state_dict: dict[str, Any], *, stock: Any) -> None:
+    """Load an optimizer's state dict with fitting main weights and stacked rows in order. Collective for those rows."""
     remainders = getattr(self, "store_param_remainders", None)  # of TE's FusedAdam
     if remainders is None:  # FusedAdam reads its argument again, which is a copy already
         state_dict = with_own_states(state_dict)
@@ -287,10 +288,10 @@ def _load_states(self: Optimizer, state_dict: dict[str, Any], *, stock: Any) -> 
 
 
 PATCHES: Replacements = (
-    (Optimizer, "load_state_dict", _load_states),
+    (Optimizer, "load_state_dict", load_states),
     # Every call for state dicts checks its arguments by these.
-    (_state_dict, "_verify_options", _resharded),
-    (_state_dict, "_verify_state_dict", _verify_on_all_ranks),
+    (_state_dict, "_verify_options", verify_resharded),
+    (_state_dict, "_verify_state_dict", verify_on_all_ranks),
 )
 
 

@@ -109,9 +109,10 @@ def reduce_max(amaxes: list[torch.Tensor], group: dist.ProcessGroup | None) -> N
 
 
 @wrapping
-def _update_quantized(
+def update_quantized(
     self: Any, src: torch.Tensor, dst: Any, *, stock: Callable[..., Any], **kwargs: Any
 ) -> Any:
+    """Quantize into a tensor; reduce its newest amax if it is a weight. Collective over the weight mesh then."""
     result = stock(self, src, dst, **kwargs)
     # A copy has the same scale and history, but only the weight's own quantizer reduces its amax.
     if quantizer_record(self).amax_group is not None and self is _te.quantizer_of(dst):
@@ -120,7 +121,7 @@ def _update_quantized(
 
 
 #: Writes of delayed-scaling weights reduce the newest amax ([Note: amax of delayed scaling]).
-DELAYED_UPDATES: Replacements = ((None, "delayed", _update_quantized),)
+DELAYED_UPDATES: Replacements = ((None, "delayed", update_quantized),)
 
 
 # --- around a step

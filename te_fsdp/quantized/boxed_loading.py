@@ -243,7 +243,8 @@ def _entries(state_dict: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any,
 
 
 @wrapping
-def _load(state_dict: dict[str, Any], *args: Any, stock: Any, **kwargs: Any) -> None:
+def load_state_dict(state_dict: dict[str, Any], *args: Any, stock: Any, **kwargs: Any) -> None:
+    """Load a state dict by DCP, then quantize pending values. Collective as :func:`finish_load`."""
     stock(state_dict, *args, **kwargs)
     arguments = inspect.signature(stock).bind(state_dict, *args, **kwargs).arguments
 
@@ -260,9 +261,8 @@ def _load(state_dict: dict[str, Any], *args: Any, stock: Any, **kwargs: Any) -> 
 
 
 @wrapping
-def _narrow(
-    tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int], *, stock: Any
-) -> torch.Tensor:
+def narrow(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int], *, stock: Any) -> torch.Tensor:
+    """Return a part of a tensor; of a quantized one what DCP reads into. Local operation."""
     if _te.is_quantized(tensor) and not _te.is_grouped(tensor) and tuple(sizes) != tuple(tensor.shape):
         if tensor.ndim == 3:  # of one expert in a tensor of all
             return QuantizedSlice(tensor.view(tensor.shape[1:]), offsets[1:], sizes[1:], True)
@@ -271,7 +271,8 @@ def _narrow(
 
 
 @wrapping
-def _write(self: Any, plan: Any, planner: Any, *, stock: Any) -> Any:
+def write_data(self: Any, plan: Any, planner: Any, *, stock: Any) -> Any:
+    """Write safetensors, with the values of quantized weights. Local operation."""
     # The format has plain tensors only. The metadata already describes the weight by its nominal dtype.
     plain = copy.copy(planner)
 
@@ -288,8 +289,8 @@ def _write(self: Any, plan: Any, planner: Any, *, stock: Any) -> Any:
 #: ``dcp.load`` reads into slices of TE's quantized tensors, and safetensors get their values. The planner narrows the
 #: tensors that a load fills, if they are not DTensors.
 PATCHES: Replacements = (
-    (filesystem, "narrow_tensor_by_index", _narrow),
-    (default_planner, "narrow_tensor_by_index", _narrow),
-    (state_dict_loader, "_load_state_dict", _load),
-    (hf_storage.HuggingFaceStorageWriter, "write_data", _write),
+    (filesystem, "narrow_tensor_by_index", narrow),
+    (default_planner, "narrow_tensor_by_index", narrow),
+    (state_dict_loader, "_load_state_dict", load_state_dict),
+    (hf_storage.HuggingFaceStorageWriter, "write_data", write_data),
 )

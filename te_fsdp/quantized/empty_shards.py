@@ -19,9 +19,10 @@ from te_fsdp.upstream.patches import Replacements, wrapping
 # copy of the scale. TE 2.20.2 skips empty tensors in two places. Its extension returns before the all-reduce,
 # so other ranks wait forever. Its Adam kernel for delayed scaling does not update the scale.
 @wrapping
-def _update_quantized(
+def update_quantized(
     self: Any, src: torch.Tensor, dst: torch.Tensor, *, stock: Callable[..., torch.Tensor], **options: Any
 ) -> torch.Tensor:
+    """Quantize into a tensor, if empty as part of the amax reduction of the others. Collective as TE's method."""
     group = _te.amax_group_of(dst)
     # TE skips the amax reduction of an empty tensor. The other ranks of the group would wait for this one.
     if src.numel() > 0 or group is None:
@@ -31,7 +32,8 @@ def _update_quantized(
 
 
 @wrapping
-def _quantize(self: Any, tensor: torch.Tensor, *, stock: Callable[..., torch.Tensor]) -> torch.Tensor:
+def quantize_impl(self: Any, tensor: torch.Tensor, *, stock: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Quantize a tensor, if empty as part of the amax reduction of the others. Collective as TE's method."""
     if tensor.numel() > 0 or not getattr(self, _te.REDUCES_AMAX):
         return stock(self, tensor)
     local = stock(with_group(self, None), tensor)
@@ -39,7 +41,10 @@ def _quantize(self: Any, tensor: torch.Tensor, *, stock: Callable[..., torch.Ten
     return local
 
 
-EMPTY_SHARDS: Replacements = ((None, "quantize empty", _quantize), (None, "update empty", _update_quantized))
+EMPTY_SHARDS: Replacements = (
+    (None, "quantize empty", quantize_impl),
+    (None, "update empty", update_quantized),
+)
 
 
 def _shared_scale(quantizer: Any, group: Any, like: torch.Tensor) -> torch.Tensor:

@@ -129,7 +129,8 @@ def check_shard_fits(module: nn.Module, binding: ModuleBinding, name: str, shard
 # Columnwise data that TE cannot recompute (MXFP8, one-dimensional blocks) must stay for the next
 # backward.
 @wrapping
-def _clear_columnwise_cache(weight: Any, *, stock: Callable[[Any], None]) -> None:
+def clear_columnwise_cache(weight: Any, *, stock: Callable[[Any], None]) -> None:
+    """Clear the columnwise data of a weight, unless TE cannot recompute it. Local operation."""
     record: WeightRecord | None = weight.__dict__.get(WEIGHT)
     row = None if record is None else record.unsharded_format
     row = row or _te.format_of(weight)
@@ -141,7 +142,7 @@ def _clear_columnwise_cache(weight: Any, *, stock: Callable[[Any], None]) -> Non
 
 
 @wrapping
-def _pre_all_gather(
+def pre_all_gather(
     self: torch.Tensor,
     mesh: DeviceMesh,
     orig_size: torch.Size,
@@ -151,6 +152,7 @@ def _pre_all_gather(
     *,
     stock: Callable[..., Any],
 ) -> tuple[tuple[torch.Tensor, ...], Any]:
+    """Return the buffers that FSDP2 all-gathers, and metadata. Collective as :func:`check_weight_mesh`, at first."""
     # Without a module (as in TE's own tests) use TE's code, as for unbound tensors.
     binding: ModuleBinding | None = None if module is None else module.__dict__.get(BINDING)
     if binding is None or module is None:
@@ -305,7 +307,7 @@ def _join_columns(outputs: tuple[torch.Tensor, ...], packed: Packed) -> tuple[to
 
 
 @wrapping
-def _post_all_gather(
+def post_all_gather(
     self: torch.Tensor,
     all_gather_outputs: tuple[torch.Tensor, ...],
     metadata: Any,
@@ -314,6 +316,7 @@ def _post_all_gather(
     out: torch.Tensor | None = None,
     stock: Callable[..., Any],
 ) -> Any:
+    """Return the unsharded weight of gathered buffers, or fill ``out``. Local operation."""
     # From the second all-gather on, FSDP2 passes `out` as the DTensor around the unsharded weight. TE
     # would set the gathered buffers on that wrapper, and kernels would keep reading the old ones.
     target = _torch.local_of_dtensor(out) if isinstance(out, DTensor) else out
@@ -377,7 +380,7 @@ def gather_missing_direction(module: nn.Module, binding: ModuleBinding) -> None:
 
 PATCHES: Replacements = (
     *EMPTY_SHARDS,
-    (None, "columnwise", _clear_columnwise_cache),
-    (None, "gather", _pre_all_gather),
-    (None, "gathered", _post_all_gather),
+    (None, "columnwise", clear_columnwise_cache),
+    (None, "gather", pre_all_gather),
+    (None, "gathered", post_all_gather),
 )

@@ -56,7 +56,8 @@ def change_quantizer_record(quantizer: Any, **changes: Any) -> None:
 
 
 @wrapping
-def _copy(self: Any, *, stock: Callable[[Any], Any]) -> Any:
+def copy(self: Any, *, stock: Callable[[Any], Any]) -> Any:
+    """Return a copy of a quantizer, with its record. Local operation."""
     new, record = stock(self), self.__dict__.get(QUANTIZER_RECORD)
     if record:
         # TE's copy is made of the constructor's arguments alone.
@@ -82,7 +83,8 @@ def _set_group(self: Any, group: Any) -> None:
 
 
 @wrapping
-def _clone(self: Any, *, stock: Callable[[Any], Any]) -> Any:
+def clone(self: Any, *, stock: Callable[[Any], Any]) -> Any:
+    """Return a clone of a quantized tensor, with its own scales if it is a weight. Local operation."""
     new, quantizer = stock(self), _te.quantizer_of(self)
     if quantizer is not None and quantizer_record(quantizer).clones_scales:
         _te.clone_scales(new)
@@ -91,11 +93,11 @@ def _clone(self: Any, *, stock: Callable[[Any], Any]) -> Any:
 
 #: They support names of groups. Tensors without one are not affected.
 GROUP_NAMES: Replacements = (
-    (None, "copy", _copy),
+    (None, "copy", copy),
     # copy.deepcopy cannot copy a process group. The record contains its name, which the copy looks up.
     (None, "deepcopy", lambda stock: lambda self, memo: with_group(self, None)),
     (None, "group", lambda stock: property(_get_group, _set_group)),
-    (None, "clone", _clone),
+    (None, "clone", clone),
 )
 
 
@@ -127,12 +129,13 @@ def write_numbers_of(parameters: Sequence[torch.Tensor]) -> list[int]:
 
 
 @wrapping
-def _quantize(self: Any, tensor: torch.Tensor, *args: Any, stock: Callable[..., Any], **kwargs: Any) -> Any:
+def quantize_(self: Any, tensor: torch.Tensor, *args: Any, stock: Callable[..., Any], **kwargs: Any) -> Any:
+    """Count a write, then quantize into the tensor. Collective as TE's method."""
     count_write(_te.quantizer_of(self))
     return stock(self, tensor, *args, **kwargs)
 
 
-COUNTED_WRITES: Replacements = ((None, "count", _quantize),)
+COUNTED_WRITES: Replacements = ((None, "count", quantize_),)
 
 
 def count_write(quantizer: Any) -> None:

@@ -110,7 +110,8 @@ def move_strided_shards() -> None:
 
 
 @wrapping
-def _gather_uneven_by_axis(transforms: list[Any], *args: Any, stock: Any, **kwargs: Any) -> list[Any]:
+def gather_uneven_by_axis(transforms: list[Any], *args: Any, stock: Any, **kwargs: Any) -> list[Any]:
+    """Return the all-gathers of a redistribution, over one axis at a time if shards are uneven. Local operation."""
     # torch merges all-gathers if the mesh was flattened, e.g. to a weight mesh. Rows of uneven shards are then wrong.
     merged = stock(transforms, *args, **kwargs)
     for item in merged:
@@ -132,7 +133,8 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @wrapping
-def _communicate_bits(tensor: torch.Tensor, *args: Any, stock: Any, **kwargs: Any) -> Any:
+def communicate_bits(tensor: torch.Tensor, *args: Any, stock: Any, **kwargs: Any) -> Any:
+    """Communicate a tensor by its bits if Gloo and NCCL lack its dtype. Collective as the function is."""
     if tensor.dtype not in SAME_SIZE:
         return stock(tensor, *args, **kwargs)
     args = _pytree.tree_map_only(torch.Tensor, as_bits, args)
@@ -141,7 +143,8 @@ def _communicate_bits(tensor: torch.Tensor, *args: Any, stock: Any, **kwargs: An
 
 
 @wrapping
-def _broadcast_bits(full: dict[str, Any], local: dict[str, Any], keys: Any, *args: Any, stock: Any) -> None:
+def broadcast_bits(full: dict[str, Any], local: dict[str, Any], keys: Any, *args: Any, stock: Any) -> None:
+    """Broadcast the tensors of a state dict, by their bits if necessary. Collective over the group."""
     for key in keys:
         dtype, received = full[key].dtype, local
         if bits := SAME_SIZE.get(dtype):
@@ -158,12 +161,12 @@ def _broadcast_bits(full: dict[str, Any], local: dict[str, Any], keys: Any, *arg
 #: All-gathers of shards of different sizes are over one mesh axis at a time. DTensors and full state dicts communicate
 #: all dtypes.
 PATCHES: Replacements = (
-    (_redistribute, "_optimize_transform_infos", _gather_uneven_by_axis),
-    (_api, "redistribute_local_tensor", _communicate_bits),
-    (_dispatch, "redistribute_local_tensor", _communicate_bits),
-    (_redistribute, "redistribute_local_tensor", _communicate_bits),
-    (placement_types, "mesh_scatter", _communicate_bits),
-    (placement_types, "mesh_broadcast", _communicate_bits),
-    (placement_types, "pad_tensor", _communicate_bits),
-    (_state_dict_utils, "_broadcast_tensors", _broadcast_bits),
+    (_redistribute, "_optimize_transform_infos", gather_uneven_by_axis),
+    (_api, "redistribute_local_tensor", communicate_bits),
+    (_dispatch, "redistribute_local_tensor", communicate_bits),
+    (_redistribute, "redistribute_local_tensor", communicate_bits),
+    (placement_types, "mesh_scatter", communicate_bits),
+    (placement_types, "mesh_broadcast", communicate_bits),
+    (placement_types, "pad_tensor", communicate_bits),
+    (_state_dict_utils, "_broadcast_tensors", broadcast_bits),
 )

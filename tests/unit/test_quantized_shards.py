@@ -192,7 +192,7 @@ def test_fsdp_hooks_accept_calls_without_a_module(te):
         told.append((mesh, module, mp_policy))
         return (self,), "metadata"
 
-    hook, tensor = fsdp_hooks._pre_all_gather(stock), torch.ones(2, 2)
+    hook, tensor = fsdp_hooks.pre_all_gather(stock), torch.ones(2, 2)
     for options in (
         {"module": None, "mp_policy": None},
         {"module": torch.nn.Linear(1, 1), "mp_policy": None},
