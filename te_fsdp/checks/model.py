@@ -52,8 +52,8 @@ def compare_models(plan: ModelPlan) -> None:
     """Raise on all ranks unless all have built the same model: names, tp-local shapes, dtypes, devices, settings.
 
     Expert modules are compared over the ranks that have the same experts. Settings are those whose differences a
-    checkpoint refuses, of modules that all ranks have. Collective over the world: two max all-reduces of a few
-    integers per axis, one more with ``ep``, and gathers of the descriptions if they differ.
+    checkpoint refuses, of modules that all ranks have. Collective over the world: a max all-reduce of a few integers
+    per axis (three with ``ep``), and gathers of the descriptions if they differ.
     """
     # Ranks with different models, or with different units, would wait for each other in collectives that
     # never match.
@@ -76,14 +76,15 @@ def compare_models(plan: ModelPlan) -> None:
         for setting, value in [("class", module.kind), *module.settings.items()]
         if SETTINGS.get(setting, Setting("error")).effect == "error"
     }
-    rows = [digest(row) for row in (repr(described[False]), arguments, repr(settings), repr(described[True]))]
-    same = are_equal(rows if meshes.expert_mesh is None else rows[:3], world, device=meshes.device)
-    # Experts differ over ep, so each is compared over the axes that replicate it.
-    if (mesh := meshes.expert_mesh) is not None:
-        same = torch.cat([same, are_equal(rows[3:], mesh, device=meshes.device, leave_out=("ep",))])
-    differs = (~same).long()
-    # So that all ranks raise if the ranks of one expert detect a difference.
-    maximum(differs, world)
+    rows = repr(described[False]), arguments, repr(settings), repr(described[True])
+    digests = torch.tensor(list(map(digest, rows)), device=meshes.device)
+    differs = (~are_equal(digests if meshes.expert_mesh is None else digests[:3], world)).long()
+    if meshes.expert_mesh is not None:
+        # Experts differ over ep, so each is compared over the axes that replicate it.
+        same_experts = are_equal(digests[3:], meshes.expert_mesh, leave_out=("ep",))
+        differs = torch.cat([differs, (~same_experts).long()])
+        # So that all ranks raise if the ranks of one expert detect a difference.
+        maximum(differs, world)
     models, others, options, experts_of_one = differs.tolist()
     found = format_differences(described[False] if models else settings, world) if models or options else []
     # A module without parameters may exist on one rank only, for example to log.

@@ -33,10 +33,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from te_fsdp import errors
-from te_fsdp.collectives import rendezvous, watching
+from te_fsdp.collectives import rendezvous
 from te_fsdp.collectives.groups import shared_group
 from te_fsdp.collectives.rendezvous import collective_timeout
-from te_fsdp.collectives.watching import delayed_signals, run_while_all_live
+from te_fsdp.collectives.watching import all_reduce_maximum, delayed_signals, run_while_all_live
 from te_fsdp.errors import CheckpointError, CollectiveError, TeFsdpError
 from te_fsdp.upstream.torch_gloo import new_lazy_group
 
@@ -118,8 +118,8 @@ def on_any_rank(value: bool, over: DeviceMesh | dist.ProcessGroup | None = None)
 def _device(over: DeviceMesh | dist.ProcessGroup | None) -> str:
     """Return the device type for small messages: the CPU for "cpu:gloo,cuda:nccl", which avoids waiting for the GPU."""
     group = over.get_group(0) if isinstance(over, DeviceMesh) else over
-    devices = [part.split(":")[0] for part in dist.get_backend_config(group).split(",")]
-    return "cpu" if "cpu" in devices else devices[0]
+    config = dist.get_backend_config(group)
+    return "cpu" if "cpu:" in config else config.partition(":")[0]
 
 
 def maximum(
@@ -137,16 +137,8 @@ def maximum(
         groups: list[Any] = [over.get_group(axis) for axis in axes]
     else:
         groups = [over]
-    if not groups or not watching.is_watched():
-        for group in groups:
-            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
-        return
-    # NCCL cannot be interrupted, and its watchdog ends the process if it detects that another one has ended.
-    sent = values.cpu() if _device(over) == "cpu" else values
     for group in groups:
-        watching.all_reduce_maximum(sent, group)
-    if sent is not values:
-        values.copy_(sent)
+        all_reduce_maximum(values, group)
 
 
 def are_equal(

@@ -80,15 +80,20 @@ def run_while_all_live(collective: Callable[[], T]) -> T:
 
 
 def all_reduce_maximum(values: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """Compute the maximum over a group in place, and wait for it. Raise CollectiveError if a rank ends.
+    """Compute the maximum over a group in place.
 
-    Within :func:`collective_call`, where :func:`is_watched`.
+    Where :func:`is_watched`, wait for it, and raise CollectiveError if a rank ends.
     """
+    if not is_watched():
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+        return
+    # NCCL cannot be interrupted, and its watchdog ends the process if it detects that another one has ended.
+    sent = values.cpu() if "cpu:" in dist.get_backend_config(group) else values
     started: list[dist.Work | None] = []
 
     def is_completed() -> bool:
         if not started:
-            started.append(dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group, async_op=True))
+            started.append(dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=group, async_op=True))
         work = started[0]
         if completed := work is None or work.is_completed():
             # Later kernels of this stream run after it. It also raises its error.
@@ -99,11 +104,13 @@ def all_reduce_maximum(values: torch.Tensor, group: dist.ProcessGroup | None) ->
         while not is_completed():
             time.sleep(1e-4)
 
-    if values.device.type == "cpu":
+    if sent.device.type == "cpu":
         _wait_while_all_live(is_completed, asks_store=True)
     else:
         # The first collective of an NCCL group blocks the host until all its ranks have connected.
         run_while_all_live(complete)
+    if sent is not values:
+        values.copy_(sent)
 
 
 def _wait_while_all_live(poll: Callable[[], bool], *, asks_store: bool) -> None:
