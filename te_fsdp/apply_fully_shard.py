@@ -35,8 +35,8 @@ from te_fsdp.records import (
     ParameterPlan,
     binding_of,
     get_or_create_record,
-    iter_param_owners,
     module_record,
+    param_owners,
     require_model,
 )
 from te_fsdp.sharded_model import ShardedModel, attach_state_to_params
@@ -93,7 +93,7 @@ def attach_plan(plan: ModelPlan, points: CheckPoints) -> ShardedModel:
     """
     model, device, request = plan.model, plan.meshes.device, plan.request
     support_foreach_copy()
-    for owner in iter_param_owners(model):
+    for owner in param_owners(model):
         row = get_or_create_record(owner.parameter).plan = plan.parameters[id(owner.module), owner.name]
         if type(owner.parameter) is torch.nn.Parameter and not owner.parameter.is_contiguous():
             # FSDP2 refuses parameters that are not contiguous (torch 2.11 to 2.15).

@@ -13,7 +13,7 @@ from te_fsdp.mesh import Meshes
 from te_fsdp.modules.grouped import Selection, find_experts
 from te_fsdp.modules.plan import user_dtensors
 from te_fsdp.modules.user_dtensors import place_user_dtensor
-from te_fsdp.records import ParamOwner, iter_param_owners
+from te_fsdp.records import ParamOwner, param_owners
 from te_fsdp.unshardable_models import MOST
 
 
@@ -46,13 +46,13 @@ def _has_unit(
     while name and name not in requested:
         name = name.rpartition(".")[0]
     expert_modules = {id(modules[name]) for name in grouped}
-    return bool(name) and all(id(o.module) in expert_modules for o in iter_param_owners(modules[name]))
+    return bool(name) and all(id(o.module) in expert_modules for o in param_owners(modules[name]))
 
 
 def _sharded_over_ep(model: nn.Module, meshes: Meshes) -> Iterator[ParamOwner]:
     if meshes.ep is None:
         return
-    for owner in iter_param_owners(model):
+    for owner in param_owners(model):
         parameter = user_dtensors(owner.module).get(owner.name)
         if (
             parameter is not None
@@ -105,7 +105,7 @@ def dense_params_in_expert_units(
         if units[unit].is_replicated:
             continue
         once: dict[int, ParamOwner] = {}
-        for owner in iter_param_owners(model):
+        for owner in param_owners(model):
             path = owner.path
             while path not in units:
                 path = path.rpartition(".")[0]

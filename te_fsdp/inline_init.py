@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.errors import InitError, shorten
-from te_fsdp.records import binding_of, get_or_create_record, get_record, iter_param_owners
+from te_fsdp.records import binding_of, get_or_create_record, get_record, param_owners
 from te_fsdp.upstream import torch_dtensor as _torch
 
 _log = logging.getLogger("te_fsdp")
@@ -35,7 +35,7 @@ _FIX = (
 # writes would get values that differ from the constructor's.
 def record_writes(model: nn.Module) -> None:
     """Record how often each parameter on meta was written to, before parameters are replaced. Local operation."""
-    for owner in iter_param_owners(model):
+    for owner in param_owners(model):
         parameter = owner.parameter
         if not parameter.is_meta or isinstance(parameter, DTensor) or binding_of(owner.module) is not None:
             continue
@@ -59,7 +59,7 @@ def refuse_lost_writes(model: nn.Module, contained: Iterable[Callable[[str], boo
     ``contained``: for each initialization of the model's own, whether it contains the module of a name.
     """
     lost = []
-    for owner in iter_param_owners(model):
+    for owner in param_owners(model):
         record = get_record(owner.parameter)
         if record is None or not record.writes:
             continue

@@ -49,12 +49,12 @@ class Layout:
         assert len(self.blocks) >= 1 and all(b > 0 for b in self.blocks), self.blocks
         assert (self.kind == "stacked") == (len(self.blocks) > 1), self
 
-    @property
+    @functools.cached_property
     def is_stacked(self) -> bool:
         """Return whether tp-local rows come from several separate ranges of the original."""
         return self.kind == "stacked"
 
-    @property
+    @functools.cached_property
     def is_grouped(self) -> bool:
         """Return whether dim 0 indexes experts."""
         return self.kind == "grouped"

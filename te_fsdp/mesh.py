@@ -21,6 +21,7 @@ parameters, ``cp`` is data parallelism. TE runs the attention over ``cp``; ``ful
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
@@ -237,7 +238,7 @@ class Meshes:
         """Return the 1-D mesh of the tensor-parallel axis. At size 1, a mesh of this rank alone with local rank 0."""
         return self.device_mesh["tp"]
 
-    @property
+    @functools.cached_property
     def tp_or_none(self) -> DeviceMesh | None:
         """Return :attr:`tp`, or ``None`` when its size is 1."""
         return self.tp if self.size("tp") > 1 else None

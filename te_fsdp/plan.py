@@ -20,7 +20,7 @@ from te_fsdp.modules.grouped import Selection, single_names
 from te_fsdp.modules.plan import ModuleMeshes, ModulePlan, plan_modules, refuse_uneven_ties
 from te_fsdp.precision import MixedPrecisionPolicy, PrecisionPlan, plan_precision
 from te_fsdp.quantized.shards import Key
-from te_fsdp.records import ParameterPlan, ParamOwner, is_replicated, iter_param_owners, no_shard_mark
+from te_fsdp.records import ParameterPlan, ParamOwner, is_replicated, no_shard_mark, param_owners
 from te_fsdp.replicated_params import ReplicatedParameter
 from te_fsdp.upstream import te as _te, torch_autograd as _torch_autograd
 
@@ -132,7 +132,7 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: ShardRequest) -> Mo
         rows = plan_storage(model, units, one_dtype=not uniform, with_frozen=frozen, exempt=in_expert_units)
         _unshardable.refuse_sparse_gradients(model)
         _unshardable.refuse_quantized_ops(model, lambda m, name: rows[id(m), name].storage.is_replicated)
-        owners = iter_param_owners(model)
+        owners = param_owners(model)
         replicated = {id(o.parameter) for o in owners if rows[id(o.module), o.name].storage.is_replicated}
         named = [(name, p) for name, p in model.named_parameters() if id(p) not in replicated]
         _torch_autograd.refuse_hooks(named, sharded=False)
@@ -144,7 +144,7 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: ShardRequest) -> Mo
         precision = None
         if request.precision is not None:
             precision = plan_precision(model, rows, sharded_units, request.precision)
-            for owner in iter_param_owners(model):
+            for owner in param_owners(model):
                 key = id(owner.module), owner.name
                 dtype = precision.gradient_of(owner.parameter, rows[key])
                 rows[key] = replace(rows[key], gradient_dtype=dtype)
@@ -236,13 +236,13 @@ def plan_storage(
         unit_of[name] = named.get(id(module), unit_of[name.rpartition(".")[0]] if name else "")
     tied: dict[object, list[tuple[ParamOwner, str, Storage]]] = {}
     sharded: dict[str, list[ParamOwner]] = {}
-    for owner in iter_param_owners(model):
+    for owner in param_owners(model):
         if not units[unit_of[owner.path]].is_replicated and id(owner.module) not in marked:
             sharded.setdefault(unit_of[owner.path], []).append(owner)
     replicated = _unshardable.find_unshardable(sharded, one_dtype=one_dtype, with_frozen=with_frozen) | {
         *exempt
     }
-    for owner in iter_param_owners(model, remove_duplicate=False):
+    for owner in param_owners(model, remove_duplicate=False):
         unit = unit_of[owner.path]
         storage = units[unit]
         is_exempt = id(owner.module) in marked or is_replicated(owner.module, owner.name)
@@ -292,7 +292,7 @@ def _check_tied(entries: Sequence[tuple[ParamOwner, str, Storage]]) -> None:
 def _replicated_modules(model: nn.Module, rows: Mapping[Key, ParameterPlan]) -> frozenset[str]:
     """Return the names of modules whose parameters (at least one, in submodules too) are all replicated."""
     around: dict[bool, set[str]] = {True: set(), False: set()}
-    for owner in iter_param_owners(model, remove_duplicate=False):
+    for owner in param_owners(model, remove_duplicate=False):
         prefixes = around[rows[id(owner.module), owner.name].storage.is_replicated]
         prefixes.update(("", *itertools.accumulate(owner.path.split("."), "{}.{}".format)))
     return frozenset(around[True] - around[False])

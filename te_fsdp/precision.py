@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
 from te_fsdp.collectives.redistribute import COMM_DTYPES
 from te_fsdp.errors import PrecisionError
 from te_fsdp.quantized.shards import Key
-from te_fsdp.records import ParameterPlan, is_replicated, iter_param_owners, plan_of, replace_local_tensor
+from te_fsdp.records import ParameterPlan, is_replicated, param_owners, plan_of, replace_local_tensor
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
 
@@ -142,7 +142,7 @@ class PrecisionPlan:
         if dtype is None:
             return
         done: dict[int, torch.nn.Parameter] = {}
-        for _, module, name, parameter in iter_param_owners(model):
+        for _, module, name, parameter in param_owners(model):
             # FSDP2 makes no copy of replicated parameters in the compute dtype: forward would read the wider
             # values.
             if is_replicated(module, name) or not _trained(parameter) or parameter.dtype == dtype:
@@ -171,7 +171,7 @@ def plan_precision(
     """
     # Label, parameter, and whether it is or will be quantized.
     members: dict[str, list[tuple[str, torch.Tensor, bool]]] = {unit: [] for unit in units}
-    for label, module, name, parameter in iter_param_owners(model):
+    for label, module, name, parameter in param_owners(model):
         row = rows[id(module), name]
         # A tied parameter has several labels, and belongs to the unit of the first one.
         if not row.storage.is_replicated and label == row.owners[0] and parameter.is_floating_point():

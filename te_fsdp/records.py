@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -255,23 +255,23 @@ class ParamOwner(NamedTuple):
         return self.label.removesuffix(self.name).removesuffix(".")
 
 
-def iter_param_owners(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[ParamOwner]:
-    """Yield the owners of each parameter, several for a tied one. Local operation.
+def param_owners(model: nn.Module, *, remove_duplicate: bool = True) -> list[ParamOwner]:
+    """Return the owners of each parameter, several for a tied one. Local operation.
 
-    Parameters may be replaced during the iteration. With ``remove_duplicate=False`` a module with several names is
-    visited once per name.
+    With ``remove_duplicate=False`` a module with several names is visited once per name.
     """
-    for path, module in model.named_modules(remove_duplicate=remove_duplicate):
-        # A copy, because callers replace parameters while they iterate.
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None:
-                yield ParamOwner(f"{path}.{name}" if path else name, module, name, parameter)
+    return [
+        ParamOwner(f"{path}.{name}" if path else name, module, name, parameter)
+        for path, module in model.named_modules(remove_duplicate=remove_duplicate)
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
 
 
 def first_owners(model: nn.Module) -> dict[int, ParamOwner]:
     """Map the ``id`` of each parameter to its first owner. A tied parameter occurs once. Local operation."""
     owners: dict[int, ParamOwner] = {}
-    for owner in iter_param_owners(model):
+    for owner in param_owners(model):
         owners.setdefault(id(owner.parameter), owner)
     return owners
 

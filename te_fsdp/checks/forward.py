@@ -40,7 +40,7 @@ from te_fsdp.errors import (
     PrecisionError,
     shorten,
 )
-from te_fsdp.records import iter_param_owners
+from te_fsdp.records import param_owners
 from te_fsdp.sharded_model import ShardedModel, record_unsharded_params, versions_of
 from te_fsdp.upstream import (
     fsdp2_state as _fsdp2,
@@ -179,7 +179,7 @@ def compare_computation(state: ShardedModel) -> None:
     trained = _trained(state)
     if not trained:
         compared.places = [
-            (owner.label, owner.module._parameters, owner.name) for owner in iter_param_owners(state.model)
+            (owner.label, owner.module._parameters, owner.name) for owner in param_owners(state.model)
         ]
         trained = _trained(state)
     if under != compared.under or trained != compared.trained or every:

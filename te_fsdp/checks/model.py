@@ -29,7 +29,7 @@ from te_fsdp.initialize import check_initialized, check_written
 from te_fsdp.mesh import Meshes
 from te_fsdp.modules.semantics import SETTINGS, Setting, semantics_of
 from te_fsdp.plan import ModelPlan
-from te_fsdp.records import ParameterPlan, ParamOwner, binding_of, get_record, iter_param_owners
+from te_fsdp.records import ParameterPlan, ParamOwner, binding_of, get_record, param_owners
 from te_fsdp.replicated_params import ReplicatedParameter, removal_error
 from te_fsdp.sharded_model import ShardedModel, record_unsharded_params, sharded_model_of
 from te_fsdp.tensor_checksums import checksum
@@ -60,7 +60,7 @@ def compare_models(plan: ModelPlan) -> None:
     model, meshes, world, arguments = plan.model, plan.meshes, plan.meshes.device_mesh, plan.settings()
     tp = meshes.tp_or_none
     described: dict[bool, dict[str, str]] = {False: {}, True: {}}
-    for label, module, name, p in iter_param_owners(model):
+    for label, module, name, p in param_owners(model):
         row = plan.parameters[id(module), name]
         kind = f"{tuple(p.shape)} in {p.dtype}{'' if p.requires_grad else ', frozen'}{', on meta' if p.is_meta else ''}"
         if (quantizer := _te.weight_quantizer(module, name)) is not None:
@@ -115,7 +115,7 @@ def compare_initial_values(plan: ModelPlan) -> None:
     axis, small object gathers.
     """
     meshes, rows = plan.meshes, plan.parameters
-    items = ((p.label, p.parameter, rows[id(p.module), p.name]) for p in iter_param_owners(plan.model))
+    items = ((p.label, p.parameter, rows[id(p.module), p.name]) for p in param_owners(plan.model))
     # Without experts all ranks compare the same values, so all detect the same differences.
     may_differ = any(row.experts for row in rows.values())
     _require_equal(items, meshes, meshes.device_mesh if may_differ else None, "fully_shard")
@@ -189,7 +189,7 @@ def _differing(checksums: list[_Sum], mesh: DeviceMesh) -> list[str]:
 def watch_model(state: ShardedModel) -> None:
     """Refuse copies, graphs, removed parameters and second derivatives of a model from now on. Local operation."""
     model = state.model
-    for owner in iter_param_owners(model, remove_duplicate=False):
+    for owner in param_owners(model, remove_duplicate=False):
         state.checked.places.setdefault(
             (id(owner.module), owner.name), (owner.module._parameters, owner.name, owner.label)
         )
@@ -282,7 +282,7 @@ def _refuse_reparametrization(tensor: torch.Tensor) -> None:
 def refuse_shared_memory(state: ShardedModel) -> None:
     """Refuse ``share_memory()`` of the model and of its modules from now on. Local operation."""
     first: dict[int, ParamOwner] = {}
-    for owner in iter_param_owners(state.model):
+    for owner in param_owners(state.model):
         if isinstance(owner.parameter, DTensor):
             first.setdefault(id(owner.module), owner)
     for owner in first.values():

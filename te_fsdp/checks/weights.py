@@ -19,7 +19,7 @@ from te_fsdp.features.broadcast_params import replica_groups_of_dtensor, replica
 from te_fsdp.gradient_sync import require_reduced
 from te_fsdp.lifecycle import Step
 from te_fsdp.modules.plan import ModulePlan
-from te_fsdp.records import binding_of, iter_param_owners
+from te_fsdp.records import binding_of, param_owners
 from te_fsdp.sharded_model import ShardedModel, shard_of
 from te_fsdp.tensor_checksums import checksum, is_constant
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
@@ -173,7 +173,7 @@ def compare_copies(state: ShardedModel, where: str) -> None:
     """
     with raised_on_all_ranks(state.meshes.device_mesh, where):
         copies: dict[dist.ProcessGroup, list[tuple[str, torch.Tensor]]] = {}
-        for owner in iter_param_owners(state.model):
+        for owner in param_owners(state.model):
             # Weights may be unsharded now.
             shard = owner._replace(parameter=cast("torch.nn.Parameter", shard_of(owner.parameter)))
             groups = [*replica_groups_of_dtensor(shard.parameter), *replica_groups_of_plan(state, shard)]

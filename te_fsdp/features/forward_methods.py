@@ -12,7 +12,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 from te_fsdp.errors import OrderError, PlacementError
 from te_fsdp.forward_hooks import after_forward, before_forward, before_unit, choose_root
-from te_fsdp.records import is_replicated, iter_param_owners
+from te_fsdp.records import is_replicated, param_owners
 from te_fsdp.sharded_model import get_sharded_model, shard_of, sharded_model_of
 from te_fsdp.upstream import fsdp2_state as _fsdp2, fsdp2_units, torch_dtensor as _torch
 from te_fsdp.upstream.fsdp2_containers import restore_after_exception
@@ -49,7 +49,7 @@ def register_forward_method(module: nn.Module, method: str) -> None:
     if is_unit or get_sharded_model(module) is not None:
         _wrap_method(module, method, stock)
         return
-    flags = [is_replicated(owner.module, owner.name) for owner in iter_param_owners(module)]
+    flags = [is_replicated(owner.module, owner.name) for owner in param_owners(module)]
     if not flags or not all(flags):
         raise OrderError(
             f"register_forward_method({type(module).__name__}, {method!r})",

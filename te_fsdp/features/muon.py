@@ -38,7 +38,7 @@ from te_fsdp.records import (
     ParamOwner,
     binding_of,
     first_owners,
-    iter_param_owners,
+    param_owners,
     require_model,
 )
 from te_fsdp.shard_info import shard_info
@@ -114,7 +114,7 @@ class Muon(Optimizer):
             # TransformerEngine's linear layers, including single weights of all experts.
             weights = {
                 id(owner.parameter): owner.parameter
-                for owner in iter_param_owners(model)
+                for owner in param_owners(model)
                 if owner.parameter.requires_grad
                 and owner.parameter.ndim > 1
                 and not (owner.parameter.ndim == 2 and "bias" in owner.name)  # single bias of all experts
@@ -125,7 +125,7 @@ class Muon(Optimizer):
         for parameter in (p for group in matrices for p in group["params"]):
             if parameter.ndim == 2 and not parameter.is_complex():
                 continue
-            names = [owner.label for owner in iter_param_owners(model) if owner.parameter is parameter]
+            names = [owner.label for owner in param_owners(model) if owner.parameter is parameter]
             raise PlacementError(
                 f"Muon: {names[0] if names else 'a parameter'} of shape {tuple(parameter.shape)}, {parameter.dtype}",
                 expected="a real matrix",

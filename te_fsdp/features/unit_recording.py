@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from te_fsdp.errors import OrderError
 from te_fsdp.features.cuda_recorder import CudaRecorder, Inputs
 from te_fsdp.features.graph_checks import Buffers, ModuleSnapshot, Signature
-from te_fsdp.records import binding_of, iter_param_owners
+from te_fsdp.records import binding_of, param_owners
 from te_fsdp.upstream import fsdp2_state as _fsdp2, te as _te, torch_dtensor as _torch, unit_graphs as _graphs
 from te_fsdp.upstream.te_derived import derive_columnwise_usage
 
@@ -169,7 +169,7 @@ class UnitRecording:
                 stand_in.__dict__.setdefault(key, value)
             self._stand_ins.append(stand_in)
         by_id = {id(w.parameter): stand_in for w, stand_in in zip(self.weights, self._stand_ins, strict=True)}
-        owners = list(iter_param_owners(self.unit))
+        owners = param_owners(self.unit)
         for owner in owners:
             owner.module._parameters[owner.name] = by_id[id(owner.parameter)]  # type: ignore[unsupported-operation]
         given = _torch.flatten((args, kwargs))

@@ -33,7 +33,7 @@ from te_fsdp.modules.grouped import (
 from te_fsdp.modules.options import HEADS, PARALLEL, check_multiple, check_options, check_tp_size
 from te_fsdp.modules.user_dtensors import dim_to_shard, is_as_bound, place_user_dtensor
 from te_fsdp.quantized.alignment import Grid, check_quantizer, plan_shard_dims
-from te_fsdp.records import ModuleBinding, UserDTensor, binding_of, is_replicated, iter_param_owners
+from te_fsdp.records import ModuleBinding, UserDTensor, binding_of, is_replicated, param_owners
 from te_fsdp.upstream import te as _te
 
 
@@ -196,7 +196,7 @@ def refuse_uneven_ties(model: nn.Module, items: Iterable[ModulePlan]) -> None:
     """
     planned = {id(item.module): item for item in items}
     rules_of: dict[int, dict[str, tuple[int | None, Layout]]] = {}
-    for owner in iter_param_owners(model):
+    for owner in param_owners(model):
         item = planned.get(id(owner.module))
         kind = _te.kind_of(owner.module)
         stock = type(owner.module).__module__.startswith("torch.nn.") if kind is None else kind != "unknown"

@@ -21,7 +21,7 @@ from te_fsdp.quantized.boxed import describe_shards
 from te_fsdp.quantized.components import components_of, keep_rowwise_only
 from te_fsdp.quantized.grouped_weight import quantize_experts
 from te_fsdp.quantized.quantizer_record import patch_clone_of_scales
-from te_fsdp.records import ModuleBinding, binding_of, is_replicated, iter_param_owners, replace_local_tensor
+from te_fsdp.records import ModuleBinding, binding_of, is_replicated, param_owners, replace_local_tensor
 from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
 from te_fsdp.upstream.patches import apply_patch_to
 
@@ -75,7 +75,7 @@ def stash_quantized(model: nn.Module) -> list[StashedWeight]:
     """Replace quantized weights on the device by their high-precision values. Local operation."""
     stashed: dict[int, StashedWeight] = {}
     replacements: dict[int, nn.Parameter] = {}
-    for _, module, name, parameter in iter_param_owners(model):
+    for _, module, name, parameter in param_owners(model):
         binding, local = binding_of(module), _torch.local_of(parameter)
         if binding is None or local.is_meta or not _te.is_quantized(local) or is_replicated(module, name):
             continue

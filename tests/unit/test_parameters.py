@@ -16,7 +16,7 @@ from te_fsdp.records import (
     copy_param_attrs,
     get_or_create_record,
     get_record,
-    iter_param_owners,
+    param_owners,
     label_of,
     replace_local_tensor,
     share_record,
@@ -107,10 +107,10 @@ def test_pickled_parameter_loads_with_weights_only():
     assert get_record(read) is None and not get_or_create_record(read).tp_replica
 
 
-def test_iter_param_owners_returns_every_name_of_tied_parameters():
+def test_param_owners_returns_every_name_of_tied_parameters():
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     model[1].weight = model[0].weight
-    results = list(iter_param_owners(model))
+    results = list(param_owners(model))
     assert [place.label for place in results] == ["0.weight", "1.weight"]
     assert results[0].parameter is results[1].parameter and results[1].module is model[1]
 

@@ -36,8 +36,8 @@ def test_a_reader_of_one_linear_passes_few_files(pool):
         assert changes <= 30
         # fully_shard also applies the patches in the first call of a process.
         files, changes = walk["fully_shard"]
-        assert files <= 85
-        assert changes <= 480
+        assert files <= 75
+        assert changes <= 310
 
 
 @pytest.mark.ranks(2)
