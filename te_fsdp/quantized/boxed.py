@@ -33,12 +33,11 @@ def describe_shards(
     module: nn.Module, binding: ModuleBinding, name: str, parameter: torch.Tensor | None
 ) -> None:
     """Give a bound parameter the class that describes its shards to torch's functions. Local operation."""
-    if parameter is None:
+    if not isinstance(parameter, DTensor):
         return
     rule = binding.rules.get(name) or ParameterRule(None)
     boxed(parameter, rule, has_tp=binding.tp_mesh is not None)
-    local = _torch.local_of(parameter)
-    if not _te.is_quantized(local) or not isinstance(parameter, DTensor):
+    if not _te.is_quantized(_torch.local_of(parameter)):
         return
     placements, owner = tuple(parameter.placements), (weakref.ref(module), name)
     if type(parameter) is BoxedDTensor:
