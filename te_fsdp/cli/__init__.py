@@ -135,6 +135,9 @@ def completion(arguments: Sequence[str]) -> int:
     """
     import tyro
 
+    if {"-h", "--help"} & {*arguments}:
+        print("usage: te-fsdp completion bash|zsh\n\nprint the completion script of a shell")
+        return 0
     if [*arguments] not in (["bash"], ["zsh"]):
         return fail(arguments, "completion: expected bash or zsh", 2)
     conf = tyro.conf

@@ -114,7 +114,7 @@ def _before_forward(unit: nn.Module, args: Any) -> None:
 
 def _end_evaluation(unit: nn.Module, args: Any, output: Any) -> None:
     """Register the shards of all units after the outermost forward of a unit without gradients. Local operation."""
-    if torch.is_grad_enabled() or _torch.backward_id() != -1 or fsdp2_units.is_in_forward(unit):
+    if torch.is_grad_enabled() or _torch.backward_id() != -1 or fsdp2_units.is_root_in_forward(unit):
         return
     for inner in _fsdp2.units_of_tree(unit):
         if not _fsdp2.is_unit_unsharded(inner) or fsdp2_units.is_kept_root(inner):

@@ -115,7 +115,7 @@ def is_kept_root(unit: nn.Module) -> bool:
     return bool(state._is_root and state._auto_reshard_after_forward)
 
 
-def is_in_forward(unit: nn.Module) -> bool:
+def is_root_in_forward(unit: nn.Module) -> bool:
     """Return whether a forward of a unit's root is in progress (``FSDPStateContext.iter_forward_root``)."""
     return fsdp_state_of(unit)._state_ctx.iter_forward_root is not None
 

@@ -483,3 +483,5 @@ def test_shell_completion_covers_each_command(python, tmp_path):
     assert "--quantized-weights" in done.stdout and "verify" in done.stdout
     wrong = start(python, "te_fsdp.cli", ["completion", "csh"], tmp_path)
     assert wrong.returncode == 2 and "bash or zsh" in wrong.stderr
+    usage = start(python, "te_fsdp.cli", ["completion", "--help"], tmp_path)
+    assert usage.returncode == 0 and "completion bash|zsh" in usage.stdout and not usage.stderr
