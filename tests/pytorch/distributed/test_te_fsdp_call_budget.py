@@ -23,7 +23,7 @@ def test_te_fsdp_calls_per_step_are_within_budget(pool, axes, budget):
     for counted in pool.run(te_fsdp_calls.calls_per_step, 2, axes=axes):
         assert sum(dict(counted).values()) <= budget, counted[:20]
         # Calls of the gathers of its 8 weights, which show that the step was counted at all.
-        assert dict(counted)["quantized/fsdp_hooks.py:fsdp_post_all_gather"] == 16
+        assert dict(counted)["quantized/fsdp_hooks.py:post_all_gather"] == 16
 
 
 @pytest.mark.cpu
