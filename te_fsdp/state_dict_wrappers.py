@@ -16,6 +16,7 @@ from te_fsdp.errors import CheckpointError
 from te_fsdp.layout import slices
 from te_fsdp.upstream import torch_dtensor as _torch
 from te_fsdp.upstream.patches import Replacements, wrapping
+from te_fsdp.upstream.torch_dcp import chunk_list
 
 
 @wrapping
@@ -61,7 +62,9 @@ def local_load_plan(
         if (properties := getattr(stored, "properties", None)) is not None:
             require_same_form(key, properties.dtype, state_dict.get(key))
     plan = stock(state_dict, metadata, *args, **kwargs)
-    _require_all_elements(state_dict, plan)
+    # Others are not loaded (``allow_partial_load``), or loaded as objects.
+    stored = {k: v for k, v in state_dict.items() if hasattr(metadata.state_dict_metadata.get(k), "chunks")}
+    _require_all_elements(stored, plan)
     return plan
 
 
@@ -74,11 +77,10 @@ def _require_all_elements(state_dict: dict[str, Any], plan: LoadPlan) -> None:
         found[item.dest_index.fqn] += elements
         found[item.dest_index.fqn, item.dest_index.offset] += elements
     for key, value in state_dict.items():
-        # Most DTensors need no list of their rectangles.
-        is_complete = isinstance(value, DTensor) and found[key] >= _torch.local_of(value).numel()
-        if is_complete or not hasattr(value, "__create_chunk_list__"):
+        # Most tensors need no list of their rectangles.
+        if isinstance(value, torch.Tensor) and found[key] >= _torch.local_of(value).numel():
             continue
-        for chunk in value.__create_chunk_list__():
+        for chunk in chunk_list(value):
             if found[key, chunk.offsets] < math.prod(chunk.sizes):
                 raise CheckpointError(
                     f"dcp.load: {key}, the shard of shape {tuple(chunk.sizes)} at {tuple(chunk.offsets)}",

@@ -90,7 +90,6 @@ def _written_since(now: WeightVersions, recorded: WeightVersions | None) -> list
     return [p for n, p in enumerate(now.parameters) if before is None or before[n] != now.versions[n]]
 
 
-# A function of its own, because tests replace it.
 def unscaled_main_weight(optimizer: Any, parameter: torch.Tensor) -> Any:
     """Return a main weight without FusedAdam's scale, in fp32; remainders (int16) and ``None`` unchanged. Local."""
     main = optimizer.state.get(parameter, {}).get(MAIN)

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import state_dict as _state_dict
+from torch.distributed.checkpoint import planner_helpers, state_dict as _state_dict
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+#: The rectangles of this rank's part of a tensor (``_create_chunk_list``)
+chunk_list = planner_helpers._create_chunk_list
 
 
 def is_called_by(prefix: str) -> bool:

@@ -16,8 +16,8 @@ from te_fsdp.records import (
     copy_param_attrs,
     get_or_create_record,
     get_record,
-    param_owners,
     label_of,
+    param_owners,
     replace_local_tensor,
     share_record,
 )

@@ -14,6 +14,7 @@ from typing import Any
 import harness
 import pytest
 import torch
+from harness import devices
 from strategies.models import FFN, HIDDEN, SEED, batch, error_of_training, gradients_and_weights
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -290,6 +291,8 @@ def graphed_units() -> tuple[list[bool], set[str]]:
 
 @pytest.mark.ranks(2)
 def test_units_that_change_their_arguments_are_not_recorded(pool):
+    if devices.device_type() == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("all-gathers between ranks that share a GPU have no fixed addresses")
     for equal, why in pool.run(graphed_units, 2):
         assert all(equal) and why == {
             "it changes a list or dict among its arguments, which a replay would not"

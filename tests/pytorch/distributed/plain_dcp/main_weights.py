@@ -166,7 +166,7 @@ def send_scaled_main_weights(*, written: bool) -> dict[str, list[str]]:
         right = job.optimizer.get_unscaled_state(parameter, "master_param").flatten()
         if written:
             right = local_of(parameter).detach().float().flatten()
-        value = torch.cat([piece.full().flatten() for _, piece in sent[name].pieces])
+        value = torch.cat([piece.full().flatten() for _, piece in sent[name].pieces]).to(right.device)
         stored = local_of(job.optimizer.state[parameter]["master_param"]).float().flatten()
         found["differ"] += [] if value.dtype == right.dtype and torch.equal(value, right) else [name]
         found["scaled"] += [] if torch.equal(stored, right) else [name]
